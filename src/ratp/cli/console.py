@@ -1,0 +1,33 @@
+"""Where the command line writes: results to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from rich.console import Console
+
+WIDTH_WITHOUT_TERMINAL = 100
+
+
+def stdout() -> Console:
+    """Console for results."""
+    return _console(stderr=False)
+
+
+def stderr() -> Console:
+    """Console for progress and errors."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(stderr=stderr, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+    return console
+
+
+def print_json(data: Any) -> None:
+    """Writes one JSON document to standard output, as it is."""
+    print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))

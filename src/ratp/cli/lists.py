@@ -1,0 +1,120 @@
+"""``ratp methods`` and ``ratp streams``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ratp.cli.console import print_json, stderr, stdout
+from ratp.cli.runs import Json
+from ratp.config import as_dict, switches
+from ratp.methods import METHODS
+from ratp.plan import DEFAULT_PRESET, find_method, preset_config
+from ratp.stream import STREAMS, find_stream
+
+methods = typer.Typer(help="List methods and their switches.")
+streams = typer.Typer(help="List streams and show their images.")
+
+
+@methods.callback(invoke_without_command=True)
+def list_methods(context: typer.Context, json_: Json = False) -> None:
+    """List the methods."""
+    if context.invoked_subcommand:
+        return
+    if json_:
+        rows = [{"name": m.name, "title": m.title, "family": m.family, "paper": m.paper} for m in METHODS.values()]
+        print_json({"methods": rows})
+        return
+    table = Table("name", "what it is", "family", box=None, header_style="bold", pad_edge=False)
+    for method in METHODS.values():
+        table.add_row(f"[bold cyan]{method.name}[/]", escape(method.title), method.family)
+    stdout().print(table)
+    stderr().print("[dim]ratp methods show NAME explains one and lists its switches.[/]")
+
+
+@methods.command("show")
+def show_method(
+    name: Annotated[str, typer.Argument(help="Name of the method, or a .py file that defines one.")],
+    preset: Annotated[str, typer.Option(help="Preset whose values to show.")] = DEFAULT_PRESET,
+    json_: Json = False,
+) -> None:
+    """Explain a method: its paper, presets and every switch."""
+    method = find_method(name)
+    config = preset_config(method, preset, "")
+    if json_:
+        print_json({"name": method.name, "paper": method.paper, "preset": preset, "switches": as_dict(config)})
+        return
+    console = stdout()
+    console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{method.family}[/]\n")
+    console.print(f"Presets: {', '.join((DEFAULT_PRESET, *method.presets))}. Values below: [bold]{preset}[/].\n")
+    table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
+    default = as_dict(preset_config(method, DEFAULT_PRESET, ""))
+    for item in switches(config):
+        text = ",".join(map(str, item.value)) if isinstance(item.value, tuple) else str(item.value)
+        mark = "yellow" if as_dict(config)[item.name] != default[item.name] else "green"
+        row = f" [dim]#{item.row}[/]" if item.row else ""
+        options = f" [dim]({item.kind.removeprefix('one of ')})[/]" if item.kind.startswith("one of") else ""
+        table.add_row(
+            f"[cyan]{item.name}[/]", f"[{mark}]{escape(text)}[/]", f"{escape(item.explanation)}{options}{row}"
+        )
+    console.print(table)
+    console.print("\n[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")
+
+
+@streams.callback(invoke_without_command=True)
+def list_streams(context: typer.Context, json_: Json = False) -> None:
+    """List the streams."""
+    if context.invoked_subcommand:
+        return
+    if json_:
+        rows = [
+            {
+                "name": s.name,
+                "title": s.title,
+                "domains": dict(s.domains),
+                "orders": {k: list(v) for k, v in s.orders.items()},
+            }
+            for s in STREAMS.values()
+        ]
+        print_json({"streams": rows})
+        return
+    console = stdout()
+    for spec in STREAMS.values():
+        console.print(f"[bold cyan]{spec.name}[/]  {escape(spec.title)}")
+        table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+        for code, description in spec.domains.items():
+            table.add_row(f"[bold]{code}[/]", escape(description))
+        console.print(table)
+        for name, order in spec.orders.items():
+            console.print(f"  [dim]order {name}:[/] {'>'.join(order)}")
+    stderr().print("[dim]ratp streams show NAME writes a sheet of sample images.[/]")
+
+
+@streams.command("show")
+def show_stream(
+    name: Annotated[str, typer.Argument(help="Name of the stream.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; default NAME.png.")] = None,
+    json_: Json = False,
+) -> None:
+    """Write a contact sheet: sample images of every domain, class by class."""
+    from ratp.data.contact_sheet import contact_sheet
+
+    spec = find_stream(name)
+    path = out or Path(f"{name}.png")
+    domains = [spec.load(code) for code in spec.domains]
+    contact_sheet(domains, path, descriptions=spec.domains)
+    if json_:
+        held_out = [int(d.held_out.sum()) if d.held_out is not None else 0 for d in domains]
+        rows = [{"domain": d.name, "images": len(d), "held_out": h} for d, h in zip(domains, held_out, strict=True)]
+        print_json({"stream": name, "sheet": str(path), "domains": rows})
+        return
+    table = Table("domain", "images", "test part", "what it is", box=None, header_style="bold", pad_edge=False)
+    for domain in domains:
+        test = "–" if domain.held_out is None else str(int(domain.held_out.sum()))
+        table.add_row(f"[bold cyan]{domain.name}[/]", str(len(domain)), test, escape(spec.domains[domain.name]))
+    stdout().print(table)
+    stdout().print(f"Contact sheet: {path}", markup=False)

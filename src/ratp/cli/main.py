@@ -1,0 +1,58 @@
+"""The command ``ratp``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ratp.cli import doctor, lists, reports, runs
+from ratp.cli.console import stderr
+from ratp.errors import ConfigError, RatpError
+from ratp.version import __version__
+
+app = typer.Typer(
+    help="Continual domain shift learning: RaTP and the methods it is compared with.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(runs.demo)
+app.command()(runs.run)
+app.command()(reports.report)
+app.add_typer(lists.methods, name="methods")
+app.add_typer(lists.streams, name="streams")
+app.command()(doctor.doctor)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"ratp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Continual domain shift learning: RaTP and the methods it is compared with."""
+    del version
+
+
+def main() -> None:
+    """Runs the command line; a mistake of the user's gives a message and exit code 2, never a traceback."""
+    try:
+        app()
+    except RatpError as error:
+        problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+        for problem in problems:
+            stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        stderr().print("\n[yellow]Interrupted.[/] The same command continues with the stage it was in.")
+        sys.exit(130)

@@ -1,0 +1,61 @@
+"""``ratp report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratp.cli.console import print_json, stderr, stdout
+from ratp.cli.runs import Json, Quiet
+from ratp.errors import RunDirectoryError
+from ratp.record import RunRecord, read_run
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, folders of them, or exported results.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; default: `report` in the first folder given.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Also write each run as one small JSON file into this folder.")
+    ] = None,
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Compare runs: tables on the terminal; Markdown, CSV, LaTeX, plots and one HTML page in a folder."""
+    from ratp.report.page import write_report
+    from ratp.report.terminal import print_report
+
+    records = [record for path in runs for record in _read(path)]
+    if export is not None:
+        _export(records, export)
+    folder = out or (runs[0] if runs[0].is_dir() else Path()) / "report"
+    page = write_report(records, folder)
+    if json_:
+        print_json({"runs": [record.to_json() for record in records], "report": str(page)})
+    elif not quiet:
+        print_report(records, stdout())
+        stderr().print(f"[dim]Report: {page}[/]")
+
+
+def _read(path: Path) -> list[RunRecord]:
+    """The run at ``path``, or all runs in the folder ``path``."""
+    if path.is_dir() and not (path / "config.json").exists():
+        inside = sorted(item for item in path.iterdir() if (item / "config.json").exists())
+        if not inside:
+            raise RunDirectoryError(f"{path} holds no run: neither a config.json nor folders with one.")
+        return [read_run(item) for item in inside]
+    return [read_run(path)]
+
+
+def _export(records: list[RunRecord], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot make {folder}: {error.strerror}.") from error
+    names = [f"{record.config['stream']}-{record.method}-{record.seed}" for record in records]
+    for record, name in zip(records, names, strict=True):
+        digest = str(record.config.get("fingerprint", ""))[:8]
+        record.export(folder / (f"{name}.json" if names.count(name) == 1 else f"{name}-{digest}.json"))

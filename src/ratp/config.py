@@ -1,0 +1,186 @@
+"""Configurations: frozen dataclasses whose fields document and check themselves.
+
+A field made by :func:`switch` carries its explanation and its range. :func:`override` changes fields by
+their dotted names, as given on a command line or in a file, and reports every mistake at once.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ratp.errors import ConfigError, unknown
+
+T = TypeVar("T")
+
+
+def switch(
+    default: Any,
+    explanation: str,
+    *,
+    row: int | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A configuration field.
+
+    Args:
+        default: Its value unless set otherwise.
+        explanation: What it does, in a line.
+        row: Its row in the list of differences between the paper and its published code.
+        minimum: Smallest value allowed.
+        above: Values must lie above this.
+        below: Values must lie below this.
+    """
+    metadata = {"explanation": explanation, "row": row, "minimum": minimum, "above": above, "below": below}
+    if is_dataclass(default):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One leaf of a configuration.
+
+    Attributes:
+        name: Dotted name, as used to set it.
+        value: Its value in the configuration it was read from.
+        kind: Its type, in words.
+        explanation: What it does.
+        row: Its row in the list of differences between paper and published code, if it stands there.
+    """
+
+    name: str
+    value: Any
+    kind: str
+    explanation: str
+    row: int | None
+
+
+def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
+    """All leaves of a configuration, in the order they are declared."""
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from switches(value, f"{prefix}{item.name}.")
+        else:
+            meta = item.metadata
+            kind = _describe(hints[item.name])
+            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("row"))
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain data, by dotted names."""
+    return {s.name: list(s.value) if isinstance(s.value, tuple) else s.value for s in switches(config)}
+
+
+def override(config: T, changes: Mapping[str, Any]) -> T:
+    """The configuration with some leaves changed.
+
+    Args:
+        config: Where to start from.
+        changes: New values by dotted name. Text is converted to the leaf's type.
+
+    Raises:
+        ConfigError: With one sentence for every unknown name and every bad value.
+    """
+    names = {s.name for s in switches(config)}
+    problems: list[str] = []
+    for name, value in changes.items():
+        if name not in names:
+            problems.append(unknown("switch", name, names))
+            continue
+        try:
+            config = _set(config, name.split("."), name, value)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _set(config: T, path: list[str], name: str, value: Any) -> T:
+    head, *rest = path
+    if rest:
+        return replace(config, **{head: _set(getattr(config, head), rest, name, value)})  # type: ignore[type-var]
+    parsed = _parse(value, get_type_hints(type(config))[head], name)
+    item = next(f for f in fields(config) if f.name == head)  # type: ignore[arg-type]
+    for number in parsed if isinstance(parsed, tuple) else (parsed,):
+        _check_range(number, item.metadata, name)
+    return replace(config, **{head: parsed})  # type: ignore[type-var]
+
+
+def _parse(value: Any, kind: Any, name: str) -> Any:
+    wrong = ConfigError(f"{name} must be {_describe(kind)}, got {value!r}.")
+    text = value.strip() if isinstance(value, str) else None
+    origin = get_origin(kind)
+    if origin is Literal:
+        matches = [o for o in get_args(kind) if o == value or str(o) == text]
+        if not matches:
+            raise ConfigError(unknown(f"value of {name}:", value, (str(o) for o in get_args(kind))))
+        return matches[0]
+    if origin in (Union, types.UnionType):  # only "X | None" is used
+        if value is None or text in ("none", "None", ""):
+            return None
+        return _parse(value, next(a for a in get_args(kind) if a is not types.NoneType), name)
+    if origin is tuple:
+        parts = text.strip("()[]").split(",") if text is not None else value
+        if not isinstance(parts, list | tuple) or not parts:
+            raise wrong
+        return tuple(_parse(p, get_args(kind)[0], name) for p in parts)
+    if kind is bool:
+        known = {
+            "true": True,
+            "false": False,
+            "yes": True,
+            "no": False,
+            "on": True,
+            "off": False,
+            "1": True,
+            "0": False,
+        }
+        if isinstance(value, bool):
+            return value
+        if text is None or text.lower() not in known:
+            raise wrong
+        return known[text.lower()]
+    if kind is str:
+        if text is None:
+            raise wrong
+        return text
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise wrong
+    try:
+        number = kind(text if text is not None else value)
+    except (ValueError, OverflowError) as error:
+        raise wrong from error
+    if not math.isfinite(number) or (kind is int and text is None and number != value):
+        raise wrong
+    return number
+
+
+def _check_range(value: Any, meta: Mapping[str, Any], name: str) -> None:
+    if value is None or isinstance(value, str | bool):
+        return
+    if meta.get("minimum") is not None and value < meta["minimum"]:
+        raise ConfigError(f"{name} must be at least {meta['minimum']}, got {value}.")
+    if meta.get("above") is not None and value <= meta["above"]:
+        raise ConfigError(f"{name} must be above {meta['above']}, got {value}.")
+    if meta.get("below") is not None and value >= meta["below"]:
+        raise ConfigError(f"{name} must be below {meta['below']}, got {value}.")
+
+
+def _describe(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(o) for o in get_args(kind))
+    if origin in (Union, types.UnionType):
+        return f"{_describe(next(a for a in get_args(kind) if a is not types.NoneType))} or none"
+    if origin is tuple:
+        return f"a list: {_describe(get_args(kind)[0])}, …"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(kind, str(kind))

@@ -1,0 +1,134 @@
+"""One picture of a stream: for every domain a block of samples, a row a class."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratp.domain import LabelledDomain
+from ratp.errors import RatpError
+from ratp.files import write_bytes
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageFont
+    from torch import Tensor
+
+_PAPER, _INK, _FAINT, _EMPTY = "#ffffff", "#1b1f24", "#6a737d", "#f0f2f4"
+_TILE = 64  # side of a tile; smaller images are enlarged by a whole factor, larger ones reduced
+_GAP = 3
+_MARGIN = 32
+_TITLE = 22
+_TEXT = 14
+
+
+def contact_sheet(
+    domains: Sequence[LabelledDomain],
+    path: Path,
+    columns: int = 10,
+    *,
+    descriptions: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a PNG with the first images of every class of every domain.
+
+    Args:
+        domains: What to show.
+        path: Where to write; replaced if it exists.
+        columns: Images a class.
+        descriptions: A line on a domain, by name, for those that have one.
+
+    Raises:
+        RatpError: If there is nothing to show or the file cannot be written.
+    """
+    from PIL import Image
+
+    if not domains:
+        raise RatpError("a contact sheet needs at least one domain.")
+    if columns < 1:
+        raise RatpError(f"a contact sheet needs at least one column, got {columns}.")
+    style = _Style.load()
+    blocks = [_block(domain, columns, (descriptions or {}).get(domain.name), style) for domain in domains]
+    across = math.ceil(math.sqrt(len(blocks)))
+    width, height = max(block.width for block in blocks), max(block.height for block in blocks)
+    down = math.ceil(len(blocks) / across)
+    sheet = Image.new("RGB", (_MARGIN + across * (width + _MARGIN), _MARGIN + down * (height + _MARGIN)), _PAPER)
+    for k, block in enumerate(blocks):
+        y, x = divmod(k, across)
+        sheet.paste(block, (_MARGIN + x * (width + _MARGIN), _MARGIN + y * (height + _MARGIN)))
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    write_bytes(path, file.getvalue())
+
+
+@dataclass(frozen=True)
+class _Style:
+    title: ImageFont.FreeTypeFont
+    text: ImageFont.FreeTypeFont
+
+    @staticmethod
+    def load() -> _Style:
+        import matplotlib
+        from PIL import ImageFont
+
+        folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+        return _Style(
+            ImageFont.truetype(folder / "DejaVuSans-Bold.ttf", _TITLE),
+            ImageFont.truetype(folder / "DejaVuSans.ttf", _TEXT),
+        )
+
+
+def _block(domain: LabelledDomain, columns: int, description: str | None, style: _Style) -> Image.Image:
+    from PIL import Image, ImageDraw
+
+    lines = [*([description] if description else []), _counts(domain)]
+    names = math.ceil(max(style.text.getlength(name) for name in domain.classes)) + 12
+    tile_width, tile_height = _tile_size(domain.images)
+    head = _TITLE + 12 + len(lines) * (_TEXT + 7) + 10
+    width = max(
+        names + columns * (tile_width + _GAP) - _GAP,
+        math.ceil(style.title.getlength(domain.name)),
+        *(math.ceil(style.text.getlength(line)) for line in lines),
+    )
+    block = Image.new("RGB", (width, head + len(domain.classes) * (tile_height + _GAP) - _GAP), _PAPER)
+    draw = ImageDraw.Draw(block)
+    draw.text((0, _TITLE), domain.name, fill=_INK, font=style.title, anchor="ls")
+    for k, line in enumerate(lines):
+        draw.text((0, _TITLE + 12 + k * (_TEXT + 7) + _TEXT), line, fill=_FAINT, font=style.text, anchor="ls")
+    labels = domain.labels.cpu()
+    for label, name in enumerate(domain.classes):
+        y = head + label * (tile_height + _GAP)
+        draw.text((names - 12, y + tile_height / 2), name, fill=_FAINT, font=style.text, anchor="rm")
+        members = (labels == label).nonzero().flatten()[:columns].tolist()
+        for column in range(columns):
+            x = names + column * (tile_width + _GAP)
+            if column < len(members):
+                block.paste(_tile(domain.images[members[column]], (tile_width, tile_height)), (x, y))
+            else:
+                draw.rectangle([x, y, x + tile_width - 1, y + tile_height - 1], fill=_EMPTY)
+    return block
+
+
+def _counts(domain: LabelledDomain) -> str:
+    height, width = domain.images.shape[2:]
+    parts = [f"{len(domain):,} images", f"{len(domain.classes)} classes", f"{width}×{height}"]
+    if domain.held_out is not None:
+        parts.insert(1, f"{int(domain.held_out.sum()):,} held out")
+    return " · ".join(parts)
+
+
+def _tile_size(images: Tensor) -> tuple[int, int]:
+    height, width = images.shape[2:]
+    factor = _TILE / max(height, width)
+    factor = math.floor(factor) if factor >= 1 else factor
+    return max(1, round(width * factor)), max(1, round(height * factor))
+
+
+def _tile(image: Tensor, size: tuple[int, int]) -> Image.Image:
+    from PIL import Image
+
+    tile = Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy())
+    enlarged = size[0] >= tile.width
+    return tile.resize(size, Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS)

@@ -1,0 +1,107 @@
+"""A domain: a named set of images from one distribution.
+
+A labelled domain and an unlabelled one are different types. A method that adapts is handed an
+:class:`UnlabelledDomain`, which has no labels to leak.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ratp.errors import RatpError
+
+
+def _check_images(name: str, images: Tensor) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+        raise RatpError(
+            f"domain {name!r}: images must be a uint8 tensor of shape (N, 3, height, width), "
+            f"got {images.dtype} of shape {tuple(images.shape)}."
+        )
+    if not len(images):
+        raise RatpError(f"domain {name!r} is empty: a domain needs at least one image.")
+
+
+@dataclass(frozen=True, eq=False)
+class UnlabelledDomain:
+    """Images without labels: what a method sees of a target domain.
+
+    Attributes:
+        name: Short name, as written in an order.
+        images: uint8 tensor of shape (N, 3, height, width).
+    """
+
+    name: str
+    images: Tensor
+
+    def __post_init__(self) -> None:
+        _check_images(self.name, self.images)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def to(self, device: torch.device) -> UnlabelledDomain:
+        """The same domain with its images on ``device``."""
+        return replace(self, images=self.images.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledDomain:
+    """Images with labels: a source domain, or a test set in the hands of the evaluator.
+
+    Attributes:
+        name: Short name, as written in an order.
+        images: uint8 tensor of shape (N, 3, height, width).
+        labels: int64 tensor of shape (N,), indices into ``classes``.
+        classes: Class names.
+        held_out: bool tensor of shape (N,): the data set's own test part, or None if it has none.
+    """
+
+    name: str
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    held_out: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_images(self.name, self.images)
+        if self.labels.shape != (len(self.images),) or self.labels.dtype != torch.int64:
+            raise RatpError(
+                f"domain {self.name!r}: labels must be int64 of shape ({len(self.images)},), "
+                f"got {self.labels.dtype} of shape {tuple(self.labels.shape)}."
+            )
+        if int(self.labels.min()) < 0 or int(self.labels.max()) >= len(self.classes):
+            raise RatpError(
+                f"domain {self.name!r}: labels must lie in 0..{len(self.classes) - 1}, "
+                f"got {int(self.labels.min())}..{int(self.labels.max())}."
+            )
+        if self.held_out is not None and (
+            self.held_out.shape != self.labels.shape or self.held_out.dtype != torch.bool
+        ):
+            raise RatpError(f"domain {self.name!r}: held_out must be a bool tensor, one entry an image.")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def unlabelled(self) -> UnlabelledDomain:
+        """The same images with no labels attached."""
+        return UnlabelledDomain(self.name, self.images)
+
+    def subset(self, index: Tensor) -> LabelledDomain:
+        """The images at ``index`` (bool mask or positions), as a domain with no test part of its own."""
+        return replace(self, images=self.images[index], labels=self.labels[index], held_out=None)
+
+    def to(self, device: torch.device) -> LabelledDomain:
+        """The same domain with its tensors on ``device``."""
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def fingerprint(self) -> str:
+        """sha256 of names, shape, images, labels and test part: what the domain *is*."""
+        digest = hashlib.sha256(repr((self.name, self.classes, tuple(self.images.shape))).encode())
+        for tensor in (self.images, self.labels, self.held_out):
+            if tensor is not None:
+                digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()

@@ -1,0 +1,45 @@
+"""What a run was computed with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+from ratp.version import __version__
+
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "matplotlib", "safetensors")
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, machine and device, as ``environment.json`` keeps them."""
+    return {
+        "ratp": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "device": str(device),
+        "device_name": device_name(device),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "determinism": "bitwise on one machine" if device.type == "cpu" else "within the seed spread",
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """What the device is called."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()

@@ -1,0 +1,45 @@
+"""What goes wrong in a way the user can put right.
+
+Every error of this module names what was given, what was expected and what to do next. The command
+line prints it without a traceback and exits with code 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class RatpError(Exception):
+    """A mistake or a condition outside the program that the user can put right."""
+
+
+class ConfigError(RatpError):
+    """One or more mistakes in a configuration, reported all at once.
+
+    Attributes:
+        problems: One sentence a mistake.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class RunDirectoryError(RatpError):
+    """A run directory is missing, foreign, damaged, occupied or not writable."""
+
+
+def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
+    """A sentence for a name that does not exist, with the nearest one that does.
+
+    Args:
+        kind: What the name should have named, e.g. ``"method"``.
+        given: What was given.
+        valid: The names that exist.
+    """
+    names = sorted(valid)
+    near = get_close_matches(str(given).lower(), [n.lower() for n in names], n=1, cutoff=0.6)
+    match = next((n for n in names if near and n.lower() == near[0]), None)
+    hint = f" Did you mean {match!r}?" if match else ""
+    return f"unknown {kind} {given!r}.{hint} Valid: {', '.join(names) or 'none'}."

@@ -1,0 +1,99 @@
+"""Files that are either whole or absent: JSON and tensors written beside, flushed, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ratp.errors import RunDirectoryError
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replaces ``path`` by ``data`` in one step: a crash leaves the old file or the new one.
+
+    Raises:
+        RunDirectoryError: If the folder cannot be written, with the reason.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write {path}: {error.strerror or error}. Choose a folder you may write to, with room left."
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a text file in one step."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replaces a JSON file in one step."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        RunDirectoryError: If the file is missing, unreadable or holds no JSON object.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} is missing.") from error
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise RunDirectoryError(f"{path} is damaged: it holds no valid JSON ({error}).") from error
+    if not isinstance(data, dict):
+        raise RunDirectoryError(f"{path} is damaged: expected a JSON object, found {type(data).__name__}.")
+    return data
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Replaces a safetensors file in one step."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_bytes(path, save(plain, metadata=dict(metadata or {})))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Reads a safetensors file: its tensors and its metadata.
+
+    Raises:
+        RunDirectoryError: If the file is missing, truncated or foreign.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} is missing.") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RunDirectoryError(f"{path} is damaged or no safetensors file: {error}.") from error

@@ -1,0 +1,57 @@
+"""One writer a run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ratp.errors import RunDirectoryError
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Holds ``folder`` for this process while the block runs.
+
+    The lock is the operating system's: it ends with the process that holds it, however that ends, so none
+    is ever left behind.
+
+    Raises:
+        RunDirectoryError: If another process holds the folder, or it cannot be written.
+    """
+    path = folder / LOCK_FILE
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write to {folder}: {error.strerror}. Choose another folder with --out."
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{folder} is in use by {_holder(path)}. Wait for it to end, or choose another folder with --out."
+            ) from error
+        holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
+        yield
+        os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        data = json.loads(path.read_bytes())
+        return f"process {data['pid']} on {data['host']} since {data['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

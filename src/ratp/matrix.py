@@ -1,0 +1,106 @@
+"""The accuracy matrix and the three metrics read off it.
+
+``accuracy[s][d]`` is the accuracy in percent on domain ``d`` after stage ``s``. With ``T + 1`` domains
+in their order of arrival (the source is domain 0):
+
+* TDG, target domain generalisation: mean of ``accuracy[s][d]`` over the stages ``s < d``, before domain
+  ``d`` was trained on. Defined for every target.
+* TDA, target domain adaptation: ``accuracy[d][d]``, right after. Defined for every domain, the source
+  included, as the paper averages it.
+* FA, forgetting alleviation: mean over the stages ``s > d``, after later domains. Defined for every
+  domain but the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ratp.errors import RatpError
+
+Metric = Literal["TDG", "TDA", "FA"]
+METRICS: tuple[Metric, ...] = ("TDG", "TDA", "FA")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Accuracies in percent, one row a finished stage.
+
+    Attributes:
+        domains: Names in order of arrival; the first is the source.
+        accuracy: ``accuracy[s][d]``, at most as many rows as domains. Fewer rows: a run under way.
+    """
+
+    domains: tuple[str, ...]
+    accuracy: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.accuracy) > len(self.domains):
+            raise RatpError(f"{len(self.accuracy)} rows for {len(self.domains)} domains.")
+        for stage, row in enumerate(self.accuracy):
+            if len(row) != len(self.domains):
+                raise RatpError(f"row {stage} holds {len(row)} values for {len(self.domains)} domains.")
+            if not all(math.isfinite(v) and 0 <= v <= 100 for v in row):
+                raise RatpError(f"row {stage} holds a value outside 0..100: {row}.")
+
+    @property
+    def stages(self) -> int:
+        """Number of finished stages."""
+        return len(self.accuracy)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every domain has had its stage."""
+        return self.stages == len(self.domains)
+
+    def with_row(self, row: Sequence[float]) -> Matrix:
+        """The matrix with one more stage."""
+        return Matrix(self.domains, (*self.accuracy, tuple(float(v) for v in row)))
+
+    def metric(self, metric: Metric) -> dict[str, float]:
+        """The metric by domain, for the domains whose stages so far define it."""
+        columns = enumerate(self.domains)
+        if metric == "TDG":
+            return {n: _mean([r[d] for r in self.accuracy[:d]]) for d, n in columns if d > 0 and self.stages}
+        if metric == "TDA":
+            return {n: self.accuracy[d][d] for d, n in columns if d < self.stages}
+        if metric == "FA":
+            return {n: _mean([r[d] for r in self.accuracy[d + 1 :]]) for d, n in columns if d + 1 < self.stages}
+        raise RatpError(f"unknown metric {metric!r}: valid are {', '.join(METRICS)}.")
+
+    def average(self, metric: Metric) -> float:
+        """Mean of the metric over the domains that have it; NaN if none has."""
+        return _mean(list(self.metric(metric).values()))
+
+    def averages(self) -> dict[Metric, float]:
+        """All three averages."""
+        return {metric: self.average(metric) for metric in METRICS}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the metrics spelled out for readers without this package."""
+        metrics = {m: {**self.metric(m), "average": _or_none(self.average(m))} for m in METRICS}
+        return {"domains": list(self.domains), "accuracy": [list(r) for r in self.accuracy], "metrics": metrics}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Matrix:
+        """Reads what :meth:`to_json` wrote. The metrics are computed anew, never believed.
+
+        Raises:
+            RatpError: If the data is not a matrix.
+        """
+        try:
+            domains = tuple(str(n) for n in data["domains"])
+            accuracy = tuple(tuple(float(v) for v in row) for row in data["accuracy"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RatpError(f"not an accuracy matrix: {error!r}.") from error
+        return Matrix(domains, accuracy)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

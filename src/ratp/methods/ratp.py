@@ -1,0 +1,321 @@
+"""RaTP — "Deja Vu: Continual Model Generalization for Unseen Domains", ICLR 2023.
+
+RandMix augments, T2PL labels, PCA aligns; distillation and an exemplar memory hold on to what was learnt.
+
+* Source stage: loss CE + PCA without old prototypes, on each batch and its RandMix copy.
+* Target stage: T2PL labels all images, now and then anew; batches mix target and memory; images the model
+  is confident about get a RandMix copy; loss CE + PCA + distillation from the model before the stage.
+* After a stage: exemplars go to the memory, the model becomes the old model.
+
+The paper and its published code differ in many places. Each that changes behaviour is a switch of
+:class:`RaTPConfig`, numbered by its row in ``docs/ratp.md``; the defaults follow the published code
+(preset ``official``), preset ``paper`` follows the text. Departures from both, always in force: a class that
+no top sample belongs to keeps its soft centroid in T2PL (the code divides by zero), no image enters the
+memory twice (the code repeats images of small classes), and images are drawn on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ratp.config import switch
+from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.errors import ConfigError
+from ratp.inference import classify, run_in_chunks
+from ratp.memory import Memory
+from ratp.method import Method, Phase, Setting, pack, unpack
+from ratp.network import Network, Output
+from ratp.parts.distill import distillation
+from ratp.parts.herding import Selection
+from ratp.parts.pca import PCAConfig, prototype_contrastive
+from ratp.parts.randmix import RandMix, RandMixConfig
+from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.parts.t2pl import T2PLConfig, t2pl
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Switches of the distillation from the model before the stage."""
+
+    weight: float = switch(0.5, "weight of the loss; the paper says 1", row=7, minimum=0)
+    on: Literal["logits", "embedding"] = switch("logits", "what is compared: classifier outputs or z", row=8)
+    data: Literal["all", "target"] = switch("all", "images it acts on: all, or clean target images only", row=9)
+    student: Literal["train", "eval"] = switch("train", "mode of the learning network; 'eval': no dropout", row=10)
+
+
+@dataclass(frozen=True)
+class ExemplarConfig:
+    """Switches of the exemplar memory and its replay."""
+
+    selection: Selection = switch("herding", "herding (published code) or nearest to the class centroid", row=26)
+    features: Literal["backbone", "embedding"] = switch("backbone", "what the choice goes by: F(x) or z", row=27)
+    labels: Literal["last", "final"] = switch("last", "labels stored: last refresh's, or the final model's", row=28)
+    replay: Literal["union", "separate", "none"] = switch(
+        "union", "batches from target and memory together, a memory batch beside each, or no replay", row=29
+    )
+
+
+@dataclass(frozen=True)
+class RaTPConfig:
+    """All switches of RaTP. Defaults: the published code."""
+
+    sgd: SGDConfig = switch(SGDConfig(), "optimiser")
+    refresh: int = switch(2, "epochs between label refreshes; 0: once a stage", row=25, minimum=0)
+    r_con: float = switch(0.8, "confidence from which a target image gets a RandMix copy", row=40)
+    strict: bool = switch(True, "confidence must exceed r_con; off: reach it", row=19)
+    augment_replay: bool = switch(True, "memory images get RandMix copies too", row=19)
+    joint_batch: bool = switch(True, "clean images and copies pass in one batch, sharing BatchNorm", row=20)
+    randmix: RandMixConfig = switch(RandMixConfig(), "augmentation")
+    t2pl: T2PLConfig = switch(T2PLConfig(), "pseudo labels")
+    pca: PCAConfig = switch(PCAConfig(), "alignment")
+    distill: DistillConfig = switch(DistillConfig(), "distillation")
+    memory: ExemplarConfig = switch(ExemplarConfig(), "exemplars")
+
+
+PAPER: Mapping[str, Any] = {
+    "sgd.momentum": 0.9,
+    "sgd.schedule": "constant",
+    "strict": False,
+    "augment_replay": False,
+    "randmix.colour_branch": False,
+    "randmix.tanh": False,
+    "randmix.adain": "affine",
+    "randmix.redraw_adain": True,
+    "randmix.init": "normal",
+    "randmix.input_noise": 0.0,
+    "t2pl.normalise": False,
+    "t2pl.rounds": 1,
+    "t2pl.top_set": "union",
+    "t2pl.classes": "all",
+    "pca.similarity": "dot",
+    "pca.negatives": "all",
+    "pca.old_weight": 1.0,
+    "distill.weight": 1.0,
+    "distill.data": "target",
+    "memory.selection": "nearest",
+}
+
+
+class RaTP(Method):
+    """RandMix, T2PL, PCA, distillation and an exemplar memory."""
+
+    name = "ratp"
+    title = "RaTP: RandMix, Top² pseudo labels, prototype contrastive alignment"
+    family = "continual domain shift learning"
+    paper = "Liu et al., Deja Vu: Continual Model Generalization for Unseen Domains, ICLR 2023"
+    config_type = RaTPConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": PAPER}
+
+    def __init__(self, setting: Setting, config: RaTPConfig) -> None:
+        largest = max(config.randmix.kernel_sizes)
+        if largest > min(setting.image_size):
+            raise ConfigError(
+                f"randmix.kernel_sizes: a kernel of {largest} does not fit into images of "
+                f"{'×'.join(map(str, setting.image_size))}; use smaller kernels or larger images."
+            )
+        self.setting = setting
+        self.config = config
+        self.scaling = setting.scaling()
+        with setting.randomness.scope("network"):
+            self.network = Network(setting.recipe.network, len(setting.classes)).to(setting.device)
+        self.old: Network | None = None
+        self.memory = Memory(setting.recipe.memory, len(setting.classes), setting.device)
+        self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, self.generator("randmix layers"))
+
+    def generator(self, *name: str | int) -> torch.Generator:
+        """A generator on the method's device."""
+        return self.setting.randomness.generator(*name, device=self.setting.device)
+
+    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """One phase with true labels and RandMix copies of all images."""
+        return [RaTPPhase(self, domain.images, domain.labels)]
+
+    def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
+        """One phase with T2PL labels, memory and distillation."""
+        return [RaTPPhase(self, domain.images, None)]
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits of uint8 images."""
+        return classify(self.network, images, self.scaling)
+
+    def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Three RandMix draws of the images."""
+        inputs = self.scaling(images)
+        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Network, old network, memory and RandMix's fixed layers."""
+        parts = {"network": self.network.state_dict(), "memory": self.memory.state(), "randmix": self.randmix.state()}
+        return pack(parts if self.old is None else parts | {"old": self.old.state_dict()})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state` gave."""
+        parts = unpack(state)
+        self.network.load_state_dict(parts["network"])
+        self.memory.load_state(parts["memory"])
+        self.randmix.load_state(parts["randmix"])
+        if "old" in parts:
+            self.old = self.network.frozen_copy()
+            self.old.load_state_dict(parts["old"])
+
+
+class RaTPPhase(Phase):
+    """The training of RaTP on one domain."""
+
+    def __init__(self, method: RaTP, images: Tensor, labels: Tensor | None) -> None:
+        """Prepares a stage.
+
+        Args:
+            method: Whose network, old network and memory to train with.
+            images: All training images of the domain, uint8.
+            labels: True labels on the source; None on a target, where T2PL gives them.
+        """
+        recipe, config = method.setting.recipe, method.config
+        self.name = "target" if labels is None else "source"
+        self.epochs, self.steps = recipe.epochs, recipe.steps
+        self._method, self._config, self._recipe = method, config, recipe
+        self._network, self._old, self._memory = method.network, method.old, method.memory
+        self._is_target = labels is None
+        self._images = images.to(method.setting.device)
+        self._labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
+        self._labels = self._labels.to(method.setting.device)
+        stage = self._memory.seen
+        self._batches = method.generator("batches", stage)
+        self._augmentation = method.generator("randmix", stage)
+        self._network.use_generator(method.generator("dropout", stage))
+        self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd)
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Sets the learning rate; refreshes the pseudo labels when they are due."""
+        lr = self._optimiser.begin_epoch(epoch)
+        refresh = self._config.refresh
+        due = epoch % refresh == 0 if refresh else epoch == 0
+        return {"lr": lr} | (self._label(first=epoch == 0) if self._is_target and due else {})
+
+    def _label(self, *, first: bool) -> dict[str, float]:
+        embedding, probabilities = run_in_chunks(
+            self._network, self._embed_and_classify, self._images, self._method.scaling
+        )
+        labels = t2pl(embedding, probabilities, self._config.t2pl).labels
+        changed = (labels != self._labels).float().mean().item()
+        self._labels = labels
+        shares = labels.bincount(minlength=probabilities.shape[1]) / len(labels)
+        return {
+            "labels_changed": 1.0 if first else changed,
+            "labels_as_predicted": (labels == probabilities.argmax(dim=1)).float().mean().item(),
+            "smallest_class": shares.min().item(),
+            "largest_class": shares.max().item(),
+        }
+
+    def _embed_and_classify(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        output = self._network(images)
+        return output.embedding, output.logits.softmax(dim=1)
+
+    def step(self) -> dict[str, Tensor]:
+        """One update on a batch and the RandMix copies of its confident images."""
+        config = self._config
+        clean, labels, replayed = self._batch()
+        selected = self._select(clean, replayed)
+        copies = self._method.randmix(clean[selected], self._augmentation)
+        images = torch.cat([clean, copies])
+        labels = torch.cat([labels, labels[selected]])
+        output = self._forward(clean, copies, images)
+
+        terms = {"ce": F.cross_entropy(output.logits, labels)}
+        if config.pca.weight:
+            old_prototypes = None if self._old is None else self._old.prototypes
+            alignment = prototype_contrastive(
+                output.embedding, labels, self._network.prototypes, old_prototypes, config.pca
+            )
+            terms["pca"] = config.pca.weight * alignment.mean()
+        if self._old is not None and config.distill.weight:
+            terms["distill"] = config.distill.weight * self._distil(images, output, replayed)
+        if self._is_target and config.memory.replay == "separate" and len(self._memory):
+            terms["replay"] = self._replay()
+        total = torch.stack(list(terms.values())).sum()
+        self._optimiser.minimise(total)
+        augmented = selected.float().mean()
+        return {"total": total, **terms} | ({"confident": augmented} if self._is_target else {})
+
+    def _batch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised images, labels, and which of them come from the memory."""
+        own = len(self._images)
+        replayable = len(self._memory) if self._is_target and self._config.memory.replay == "union" else 0
+        index = self._draw(own + replayable, self._recipe.batch)
+        replayed = index >= own
+        images, labels = self._images[index.clamp(max=own - 1)], self._labels[index.clamp(max=own - 1)]
+        if replayable:
+            stored = (index - own).clamp(min=0)
+            images = torch.where(replayed[:, None, None, None], self._memory.images[stored], images)
+            labels = torch.where(replayed, self._memory.labels[stored], labels)
+        return self._method.scaling(images), labels, replayed
+
+    def _draw(self, population: int, count: int) -> Tensor:
+        return torch.randint(population, (count,), generator=self._batches, device=self._images.device)
+
+    def _select(self, images: Tensor, replayed: Tensor) -> Tensor:
+        """Which images get a RandMix copy: all on the source, the confident ones on a target."""
+        if not self._is_target:
+            return torch.ones_like(replayed)
+        self._network.eval()
+        with torch.no_grad():
+            confidence = self._network(images).logits.softmax(dim=1).amax(dim=1)
+        selected = confidence > self._config.r_con if self._config.strict else confidence >= self._config.r_con
+        if not self._config.augment_replay:
+            selected = selected & ~replayed
+        if not self._config.joint_batch and int(selected.sum()) < 2:  # BatchNorm needs two images
+            selected = torch.zeros_like(selected)
+        return selected
+
+    def _forward(self, clean: Tensor, copies: Tensor, images: Tensor) -> Output:
+        self._network.train()
+        if self._config.joint_batch or not len(copies):
+            return self._network(images)
+        first, second = self._network(clean), self._network(copies)
+        return Output(*(torch.cat(pair) for pair in zip(first, second, strict=True)))
+
+    def _distil(self, images: Tensor, output: Output, replayed: Tensor) -> Tensor:
+        assert self._old is not None
+        config = self._config.distill
+        rows = torch.ones(len(images), dtype=torch.bool, device=images.device)
+        if config.data == "target":
+            rows[: len(replayed)] = ~replayed
+            rows[len(replayed) :] = False
+        with torch.no_grad():
+            teacher = self._old(images[rows])
+        if config.student == "eval":
+            self._network.eval()
+            student = self._network(images[rows])
+            self._network.train()
+        else:
+            student = Output(*(tensor[rows] for tensor in output))
+        if config.on == "embedding":
+            return distillation(student.embedding, teacher.embedding)
+        return distillation(student.logits, teacher.logits)
+
+    def _replay(self) -> Tensor:
+        index = self._draw(len(self._memory), min(self._recipe.batch, len(self._memory)))
+        images = self._method.scaling(self._memory.images[index])
+        output = self._network(images)
+        return F.cross_entropy(output.logits, self._memory.labels[index])
+
+    def finish(self) -> dict[str, float]:
+        """Chooses exemplars and makes the trained model the old one."""
+        record = {}
+        if self._is_target and self._config.memory.labels == "final":
+            record = {f"final_{name}": value for name, value in self._label(first=False).items()}
+        by_backbone = self._config.memory.features == "backbone"
+
+        def features(images: Tensor) -> tuple[Tensor]:
+            return (self._network.backbone(images) if by_backbone else self._network(images).embedding,)
+
+        (chosen_by,) = run_in_chunks(self._network, features, self._images, self._method.scaling)
+        self._memory.add(self._images, self._labels, F.normalize(chosen_by, dim=1), self._config.memory.selection)
+        self._method.old = self._network.frozen_copy()
+        return record | {"exemplars": float(len(self._memory))}

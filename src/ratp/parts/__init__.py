@@ -1,0 +1,1 @@
+"""The mathematics the methods share: tensors in, tensors out."""

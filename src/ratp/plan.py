@@ -1,0 +1,249 @@
+"""From what was asked for to a plan with every value spelled out, or to all mistakes at once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ratp.config import as_dict, override
+from ratp.errors import ConfigError, unknown
+from ratp.method import Method, Setting
+from ratp.methods import METHODS
+from ratp.randomness import Randomness
+from ratp.recipe import Recipe
+from ratp.record import SCHEMA
+from ratp.stream import Stream, StreamSpec, find_stream, make_stream, parse_order
+from ratp.version import __version__
+
+T = TypeVar("T")
+DEFAULT_PRESET = "official"
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One method on one stream with one seed, as a user asks for it.
+
+    Attributes:
+        stream: Name of the stream.
+        method: Name of the method, or path of a Python file that defines one.
+        order: Name or spelling of the order of domains.
+        preset: Set of switches to start from.
+        seed: Seed of everything random.
+        changes: Values to set in the method's switches and the stream's recipe, by dotted name.
+        subset: Whether the order may leave domains out.
+        device: ``cpu``, ``cuda``, ``cuda:1``, …, or ``auto``.
+    """
+
+    stream: str = "demo"
+    method: str = "ratp"
+    order: str = "default"
+    preset: str = DEFAULT_PRESET
+    seed: int | str = 2022
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    subset: bool = False
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A request resolved: everything that determines the result.
+
+    Attributes:
+        spec: The stream.
+        order: Codes of its domains in their order of arrival.
+        method: The method's class.
+        config: Its switches.
+        recipe: Sizes shared by all methods on the stream.
+        seed: Seed of everything random.
+        preset: Name of the preset the switches started from.
+        changed: Switches and sizes that differ from preset and recipe.
+        device: Where to compute.
+    """
+
+    spec: StreamSpec
+    order: tuple[str, ...]
+    method: type[Method]
+    config: Any
+    recipe: Recipe
+    seed: int
+    preset: str
+    changed: Mapping[str, Any]
+    device: torch.device
+
+    @property
+    def title(self) -> str:
+        """Method, stream and seed, for file names and headings."""
+        return f"{self.spec.name}-{self.method.name}-{self.seed}"
+
+    def load_stream(self) -> Stream:
+        """Loads the domains."""
+        return make_stream(self.spec.name, [self.spec.load(code) for code in self.order], self.seed)
+
+    def build_method(self, stream: Stream) -> Method:
+        """The method, untrained."""
+        randomness = Randomness(self.seed)
+        return self.method(
+            Setting(self.recipe, stream.classes, stream.image_size, randomness, self.device), self.config
+        )
+
+    def decisions(self) -> dict[str, Any]:
+        """All that determines the result, but for the images themselves, as plain data."""
+        return {
+            "stream": self.spec.name,
+            "order": list(self.order),
+            "method": self.method.name,
+            "seed": self.seed,
+            "recipe": as_dict(self.recipe),
+            "switches": as_dict(self.config),
+        }
+
+    def digest(self) -> str:
+        """sha256 of the decisions."""
+        return _sha256(self.decisions())
+
+    def to_json(self, stream: Stream) -> dict[str, Any]:
+        """The plan as ``config.json`` keeps it, with a hash of decisions and images."""
+        decisions = self.decisions() | {"data": dict(stream.fingerprints)}
+        about = {"schema": SCHEMA, "ratp": __version__, "preset": self.preset, "changed": dict(self.changed)}
+        return {**about, **decisions, "fingerprint": _sha256(decisions)}
+
+
+def _sha256(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def resolve(request: RunRequest) -> RunPlan:
+    """Checks a request and fills in every value.
+
+    Raises:
+        ConfigError: With one sentence for every mistake in the request.
+    """
+    problems: list[str] = []
+
+    def attempt(function: Callable[[], T]) -> T | None:
+        try:
+            return function()
+        except ConfigError as error:
+            problems.extend(error.problems)
+            return None
+
+    spec = attempt(lambda: find_stream(request.stream))
+    method = attempt(lambda: find_method(request.method))
+    seed = attempt(lambda: _parse_seed(request.seed))
+    device = attempt(lambda: find_device(request.device))
+    order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
+    base = attempt(lambda: preset_config(method, request.preset, request.stream)) if method else None
+    changed = attempt(lambda: _change(spec.recipe, base, request.changes)) if spec and base is not None else None
+    if problems:
+        raise ConfigError(problems)
+    assert spec and method and order and changed and device and seed is not None
+    recipe, config = changed
+    before, after = as_dict(spec.recipe) | as_dict(base), as_dict(recipe) | as_dict(config)
+    differing = {name: value for name, value in after.items() if value != before[name]}
+    return RunPlan(spec, order, method, config, recipe, seed, request.preset, differing, device)
+
+
+def _change(recipe: Recipe, config: Any, changes: Mapping[str, Any]) -> tuple[Recipe, Any]:
+    """Sets values in whichever of the two has them; no name is in both."""
+    recipe_names, config_names = as_dict(recipe).keys(), as_dict(config).keys()
+    problems = [
+        unknown("switch", n, {*recipe_names, *config_names}) for n in changes if n not in {*recipe_names, *config_names}
+    ]
+    parts = []
+    for part, names in ((recipe, recipe_names), (config, config_names)):
+        try:
+            parts.append(override(part, {n: v for n, v in changes.items() if n in names}))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return parts[0], parts[1]
+
+
+def find_method(name: str) -> type[Method]:
+    """The method called ``name``, or the one defined in the Python file ``name``.
+
+    Raises:
+        ConfigError: If there is none, with the nearest name.
+    """
+    if name.endswith(".py"):
+        return _method_from_file(Path(name))
+    if name not in METHODS:
+        raise ConfigError(unknown("method", name, METHODS) + " Or give the path of a .py file that defines one.")
+    return METHODS[name]
+
+
+def _method_from_file(path: Path) -> type[Method]:
+    if not path.is_file():
+        raise ConfigError(f"method file {str(path)!r} does not exist.")
+    spec = importlib.util.spec_from_file_location(f"ratp_user_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"method file {str(path)!r} cannot be loaded: {type(error).__name__}: {error}.") from error
+    own = [
+        item
+        for item in vars(module).values()
+        if inspect.isclass(item) and issubclass(item, Method) and item.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        names = ", ".join(item.__name__ for item in own) or "none"
+        raise ConfigError(f"method file {str(path)!r} must define exactly one Method, found {names}.")
+    method = own[0]
+    abstract = sorted(method.__abstractmethods__)
+    missing = [n for n in ("name", "title", "family", "paper", "config_type") if not hasattr(method, n)]
+    if abstract or missing:
+        raise ConfigError(f"method {method.__name__} in {str(path)!r} lacks {', '.join([*missing, *abstract])}.")
+    return method
+
+
+def preset_config(method: type[Method], preset: str, stream: str) -> Any:
+    """A method's switches under a preset, with the values published for the stream.
+
+    Raises:
+        ConfigError: If the method has no such preset.
+    """
+    if preset not in (DEFAULT_PRESET, *method.presets):
+        raise ConfigError(unknown(f"preset of {method.name}", preset, (DEFAULT_PRESET, *method.presets)))
+    changes = {**method.presets.get(preset, {}), **method.stream_values.get(stream, {})}
+    return override(method.config_type(), changes)
+
+
+def _parse_seed(seed: int | str) -> int:
+    try:
+        value = int(seed)
+    except ValueError as error:
+        raise ConfigError(f"the seed must be a whole number, got {seed!r}; e.g. 2022.") from error
+    if isinstance(seed, bool) or not 0 <= value < 2**63:
+        raise ConfigError(f"the seed must lie in 0..2^63−1, got {seed!r}; e.g. 2022.")
+    return value
+
+
+def find_device(name: str) -> torch.device:
+    """The device called ``name``; ``auto`` is a GPU if there is one.
+
+    Raises:
+        ConfigError: If it does not exist here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(unknown("device", name, ("auto", "cpu", "cuda"))) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(unknown("device", name, ("auto", "cpu", "cuda")))
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= available:
+        raise ConfigError(f"device {name!r} is not here: {available} CUDA device(s) found. Use cpu or auto.")
+    return device

@@ -1,0 +1,157 @@
+"""A run as read from disk: what the report and the command line know of it.
+
+A run directory is readable without this package::
+
+    config.json          what was asked for, every value spelled out
+    environment.json     versions, device, threads
+    journal.jsonl        one line an epoch, a stage, a probe
+    matrix.json          accuracies and metrics, a row a finished stage
+    samples.safetensors  a few images and what the method made of them (if it augments)
+    state.safetensors    the method after its last finished stage
+    weights.safetensors  the final network, once the run is complete
+
+A *result* is the same without the tensors, in one small JSON file that can be kept in a repository.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratp.errors import RatpError, RunDirectoryError
+from ratp.files import read_json, write_json
+from ratp.matrix import Matrix
+
+SCHEMA = 1
+RESULT_KIND = "ratp result"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, as far as it has come.
+
+    Attributes:
+        path: Run directory or result file it was read from.
+        config: Contents of ``config.json``.
+        environment: Contents of ``environment.json``.
+        matrix: Accuracies of the finished stages.
+        journal: Events in order.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    matrix: Matrix
+    journal: tuple[Mapping[str, Any], ...]
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return str(self.config["method"])
+
+    @property
+    def label(self) -> str:
+        """Method, with its preset and switches where they are not the default ones."""
+        changed = self.config.get("changed", {})
+        preset = self.config.get("preset")
+        extra = [str(preset)] if preset and preset != "official" else []
+        extra += [f"{name}={value}" for name, value in changed.items()]
+        return f"{self.method} ({', '.join(extra)})" if extra else self.method
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.config["seed"])
+
+    @property
+    def samples(self) -> Path | None:
+        """File with sample images, if the run kept one."""
+        path = self.path / "samples.safetensors"
+        return path if path.is_file() else None
+
+    @property
+    def seconds(self) -> float:
+        """Training time of the finished stages."""
+        return sum(float(e["seconds"]) for e in self.events("stage_finished"))
+
+    def events(self, kind: str) -> list[Mapping[str, Any]]:
+        """The journal's events of one kind, in order."""
+        return [event for event in self.journal if event.get("event") == kind]
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as a result: everything but the tensors."""
+        return {
+            "kind": RESULT_KIND,
+            "schema": SCHEMA,
+            "config": dict(self.config),
+            "environment": dict(self.environment),
+            "matrix": self.matrix.to_json(),
+            "journal": [e for e in self.journal if e.get("event") in ("stage_finished", "probe")],
+        }
+
+    def export(self, path: Path) -> None:
+        """Writes the run as a result file."""
+        write_json(path, self.to_json())
+
+
+def read_run(path: Path | str) -> RunRecord:
+    """Reads a run directory or a result file.
+
+    Raises:
+        RunDirectoryError: If there is nothing of the kind, or it is damaged.
+    """
+    path = Path(path)
+    if path.is_file():
+        data = read_json(path)
+        if data.get("kind") != RESULT_KIND:
+            raise RunDirectoryError(f"{path} is no ratp result file; give a run directory or an exported result.")
+        config, environment, matrix = (data.get(k) for k in ("config", "environment", "matrix"))
+        journal = data.get("journal", [])
+    elif not path.exists():
+        raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
+    elif not (path / "config.json").is_file():
+        raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
+    else:
+        config, environment = read_json(path / "config.json"), read_json(path / "environment.json")
+        matrix = read_json(path / "matrix.json")
+        journal = read_journal(path / "journal.jsonl")
+    if not isinstance(config, dict) or not {"method", "seed", "order", "stream", "schema"} <= config.keys():
+        raise RunDirectoryError(f"{path} was not written by ratp: its config lacks method, stream, order or seed.")
+    if config["schema"] != SCHEMA:
+        raise RunDirectoryError(f"{path} has schema {config['schema']!r}; this version reads schema {SCHEMA}.")
+    if not isinstance(environment, dict) or not isinstance(matrix, dict) or not isinstance(journal, list):
+        raise RunDirectoryError(f"{path} is damaged: environment, matrix or journal is not what it should be.")
+    try:
+        parsed = Matrix.from_json(matrix)
+    except RatpError as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}") from error
+    if list(parsed.domains) != list(config["order"]):
+        raise RunDirectoryError(f"{path} is damaged: the matrix's domains are not those of the config's order.")
+    return RunRecord(path, config, environment, parsed, tuple(journal))
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Reads a journal; a last line cut short by a crash is dropped.
+
+    Raises:
+        RunDirectoryError: If the file is missing or damaged before its last line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise RunDirectoryError(f"{path}:{number} is damaged: {error}.") from error
+        if not isinstance(event, dict):
+            raise RunDirectoryError(f"{path}:{number} is damaged: expected a JSON object.")
+        events.append(event)
+    return events

@@ -1,0 +1,1 @@
+"""Tables, plots and pages made only from what runs left on disk."""

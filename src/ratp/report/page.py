@@ -1,0 +1,204 @@
+"""The report as files: one self-contained page, and its tables and figures for use elsewhere."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.text import Text
+
+from ratp.errors import RunDirectoryError
+from ratp.files import write_bytes, write_text
+from ratp.record import RunRecord
+from ratp.report.cells import (
+    MEANING,
+    MISSING,
+    Row,
+    clean,
+    comparison,
+    domain_tables,
+    duration,
+    number,
+    order_text,
+    text,
+)
+from ratp.report.plots import accuracy_curves, matrix_heatmap, sample_sheet, unfamiliar_curves
+from ratp.report.settings import differing, flatten
+from ratp.report.style import encode
+from ratp.report.summary import Group, Measure, Section, Spread, group_runs, sections
+from ratp.report.tables import csv_report, latex_report, markdown_report
+
+Kind = Literal["png", "svg"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A measure in plain words and who does best at it."""
+
+    measure: Measure
+    title: str
+    meaning: str
+    best: Spread
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SettingsTable:
+    """Settings that every run shares, and those that differ, a column a group."""
+
+    shared: dict[str, str]
+    heads: tuple[str, ...]
+    differing: dict[str, tuple[str, ...]]
+
+
+def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | None = None) -> Path:
+    """Writes page, tables and figures into a folder, which is made if it is not there.
+
+    Figures of a second, third, … stream or order end in ``-2``, ``-3``, ….
+
+    Args:
+        runs: The runs to report.
+        folder: Where to write.
+        console: Told of every file written.
+
+    Returns:
+        The page, ``index.html``.
+
+    Raises:
+        RatpError: If there are no runs.
+        RunDirectoryError: If the folder cannot be written or a run is damaged.
+    """
+    found = sections(group_runs(runs))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot make {folder}: {error.strerror or error}. Choose another folder.") from error
+
+    contents: dict[str, bytes] = {
+        "report.md": markdown_report(runs).encode(),
+        "metrics.csv": csv_report(runs).encode(),
+        "report.tex": latex_report(runs).encode(),
+    }
+    pictures: list[dict[str, str]] = []
+    for number_, section in enumerate(found, start=1):
+        suffix = f"-{number_}" if number_ > 1 else ""
+        drawn = _drawn(section)
+        contents.update({f"{name}{suffix}.{kind}": data for (name, kind), data in drawn.items()})
+        pictures.append({name: _embedded(drawn, name) for name, _ in drawn})
+    for name, data in contents.items():
+        write_bytes(folder / name, data)
+        _tell(console, folder / name)
+    page = folder / "index.html"
+    write_text(page, page_html(found, pictures))
+    _tell(console, page)
+    return page
+
+
+def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]]) -> str:
+    """The page: everything inline, nothing fetched, every name escaped.
+
+    Args:
+        found: The sections to show.
+        pictures: For each section, data addresses by figure name.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(clean=clean, number=number, spread=text, duration=duration)
+    template = environment.from_string(files("ratp.report").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.render(
+        title=", ".join(dict.fromkeys(clean(section.stream) for section in found)),
+        sections=[_view(section, images) for section, images in zip(found, pictures, strict=True)],
+        missing=MISSING,
+        meaning=MEANING,
+    )
+
+
+def _drawn(section: Section) -> dict[tuple[str, Kind], bytes]:
+    drawn: dict[tuple[str, Kind], bytes] = {}
+    makers: dict[str, Callable[[Sequence[Group]], Figure | None]] = {
+        "matrix": matrix_heatmap,
+        "curves": accuracy_curves,
+        "unfamiliar": unfamiliar_curves,
+    }
+    kinds: tuple[Kind, ...] = ("png", "svg")
+    for name, make in makers.items():
+        figure = make(section.groups)
+        if figure is not None:
+            drawn.update({(name, kind): encode(figure, kind) for kind in kinds})
+    sampled = _sampled(section)
+    figure = sample_sheet(sampled) if sampled else None
+    if figure is not None:
+        drawn["randmix", "png"] = encode(figure, "png")
+    return drawn
+
+
+def _sampled(section: Section) -> RunRecord | None:
+    return next((run for run in section.runs if run.samples), None)
+
+
+def _embedded(drawn: dict[tuple[str, Kind], bytes], name: str) -> str:
+    vector = drawn.get((name, "svg"))
+    data, kind = (vector, "svg+xml") if vector is not None else (drawn[name, "png"], "png")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _tell(console: Console | None, path: Path) -> None:
+    if console is not None:
+        console.print(Text(f"wrote {clean(str(path))}"), soft_wrap=True)
+
+
+def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
+    rows = comparison(section)
+    sampled = _sampled(section)
+    return {
+        "stream": section.stream,
+        "order": section.order,
+        "order_text": order_text(section.order, " → "),
+        "parts": section.parts,
+        "methods": len(section.groups),
+        "runs": section.runs,
+        "measures": section.measures,
+        "several_seeds": section.several_seeds,
+        "notes": section.notes(),
+        "tiles": [_tile(measure, i, rows) for i, measure in enumerate(section.measures)],
+        "comparison": rows,
+        "blocks": [(table.measure, table.across(section.order)) for table in domain_tables(section)],
+        "images": images,
+        "sampled": sampled,
+        "config": _settings(section, [flatten(run.config) for run in section.runs]),
+        "environment": _settings(section, [flatten(run.environment) for run in section.runs]),
+        "times": [(run, _stage_seconds(run)) for run in section.runs],
+    }
+
+
+def _tile(measure: Measure, column: int, rows: Sequence[Row]) -> Tile:
+    marked = [row for row in rows if row.cells[column].rank == 1] or (list(rows) if len(rows) == 1 else [])
+    best = marked[0].cells[column].spread if marked else Spread.of(())
+    return Tile(measure, *MEANING[measure], best, tuple(row.part.name for row in marked))
+
+
+def _settings(section: Section, tables: Sequence[dict[str, str]]) -> SettingsTable:
+    unlike = differing(tables)
+    of_group: dict[str, list[dict[str, str]]] = {}
+    for run, table in zip(section.runs, tables, strict=True):
+        of_group.setdefault(run.label, []).append(table)
+    return SettingsTable(
+        {name: value for name, value in tables[0].items() if name not in unlike},
+        tuple(of_group),
+        {name: tuple(_joined(members, name) for members in of_group.values()) for name in unlike},
+    )
+
+
+def _joined(members: Sequence[dict[str, str]], name: str) -> str:
+    return ", ".join(dict.fromkeys(member.get(name, MISSING) for member in members))
+
+
+def _stage_seconds(run: RunRecord) -> list[float]:
+    seconds = {event.get("stage"): float(event.get("seconds", "nan")) for event in run.events("stage_finished")}
+    return [seconds.get(stage, float("nan")) for stage in range(len(run.matrix.domains))]

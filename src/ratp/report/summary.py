@@ -1,0 +1,241 @@
+"""The numbers of a report: runs grouped over their seeds, means and spreads, the Unfamiliar Period.
+
+Means are over complete runs only, each seed once. An unfinished run is kept and shown as a line of
+its own (:meth:`Group.parts`), so that it is neither lost nor averaged with complete ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ratp.errors import RatpError
+from ratp.matrix import METRICS, Matrix
+from ratp.record import RunRecord
+from ratp.report.probes import area, probed_curves
+from ratp.report.settings import differing, flatten
+
+Measure = Literal["TDG", "TDA", "FA", "Unfamiliar"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (n - 1; NaN below two values) of ``n`` values."""
+
+    mean: float
+    sd: float
+    n: int
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """The spread of some values; NaN values do not count."""
+        kept = [v for v in values if not math.isnan(v)]
+        if not kept:
+            return Spread(math.nan, math.nan, 0)
+        mean = _mean(kept)
+        sd = math.sqrt(math.fsum((v - mean) ** 2 for v in kept) / (len(kept) - 1)) if len(kept) > 1 else math.nan
+        return Spread(mean, sd, len(kept))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in seed.
+
+    Attributes:
+        label: Method, preset and switches of the runs.
+        stream: Name of their stream.
+        order: Its domains in order of arrival.
+        runs: The runs, finished or not.
+    """
+
+    label: str
+    stream: str
+    order: tuple[str, ...]
+    runs: tuple[RunRecord, ...]
+
+    @cached_property
+    def counted(self) -> tuple[RunRecord, ...]:
+        """The runs the means are over: complete ones, each seed once; or the only run there is."""
+        if len(self.runs) == 1:
+            return self.runs
+        first: dict[int, RunRecord] = {}
+        for run in self.runs:
+            if run.matrix.complete:
+                first.setdefault(run.seed, run)
+        return tuple(first.values())
+
+    @property
+    def unfinished(self) -> tuple[RunRecord, ...]:
+        """Runs that have not trained on every domain."""
+        return tuple(run for run in self.runs if not run.matrix.complete)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the means are over complete runs."""
+        return bool(self.counted) and all(run.matrix.complete for run in self.counted)
+
+    def parts(self) -> list[Group]:
+        """The lines of a table: the complete runs together, then each unfinished one alone."""
+        complete = tuple(run for run in self.runs if run.matrix.complete)
+        lines = [complete] if complete else []
+        lines += [(run,) for run in self.unfinished]
+        return [Group(self.label, self.stream, self.order, runs) for runs in lines]
+
+    @property
+    def name(self) -> str:
+        """The label; of an unfinished run, with its seed."""
+        return self.label if self.finished else f"{self.label}, seed {self.runs[0].seed}"
+
+    @property
+    def status(self) -> str:
+        """How many seeds the means are over; of an unfinished run, how far it has come."""
+        if self.finished:
+            return f"{len(self.counted)} seed{'s' if len(self.counted) > 1 else ''}"
+        return f"{self.runs[0].matrix.stages} of {len(self.order)} stages"
+
+    def spread(self, measure: Measure, domain: str | None = None) -> Spread:
+        """A measure over the seeds: on one domain, or averaged over the domains that have it."""
+        if measure not in self._measured:
+            self._measured[measure] = [by_domain(run, measure) for run in self.counted]
+        if domain is None:
+            return Spread.of(_mean(list(values.values())) for values in self._measured[measure])
+        return Spread.of(values[domain] for values in self._measured[measure] if domain in values)
+
+    @cached_property
+    def _measured(self) -> dict[Measure, list[dict[str, float]]]:
+        return {}
+
+    @cached_property
+    def accuracy(self) -> tuple[tuple[Spread, ...], ...]:
+        """The accuracy matrix over the seeds, cell by cell."""
+        stages = min((run.matrix.stages for run in self.counted), default=0)
+        columns = range(len(self.order))
+        return tuple(
+            tuple(Spread.of(run.matrix.accuracy[stage][domain] for run in self.counted) for domain in columns)
+            for stage in range(stages)
+        )
+
+    @property
+    def matrix(self) -> Matrix:
+        """The mean accuracy matrix."""
+        return Matrix(self.order, tuple(tuple(cell.mean for cell in row) for row in self.accuracy))
+
+
+@dataclass(frozen=True)
+class Section:
+    """The groups that may be compared with each other: one stream in one order."""
+
+    stream: str
+    order: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    @cached_property
+    def parts(self) -> list[Group]:
+        """Every line of the section's tables; the unfinished runs come last."""
+        lines = [part for group in self.groups for part in group.parts()]
+        return sorted(lines, key=lambda part: not part.finished)
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """Every run of the section."""
+        return [run for group in self.groups for run in group.runs]
+
+    @cached_property
+    def measures(self) -> tuple[Measure, ...]:
+        """The metrics, and the Unfamiliar area where a run measured it."""
+        probed = any(by_domain(run, "Unfamiliar") for run in self.runs)
+        return (*METRICS, "Unfamiliar") if probed else METRICS
+
+    @property
+    def several_seeds(self) -> bool:
+        """Whether a mean is over more than one seed."""
+        return any(len(part.counted) > 1 for part in self.parts)
+
+    def columns(self, measure: Measure) -> tuple[str, ...]:
+        """The domains a measure is defined on."""
+        if measure in ("TDG", "Unfamiliar"):
+            return self.order[1:]
+        return self.order[:-1] if measure == "FA" else self.order
+
+    def notes(self) -> list[str]:
+        """What a reader must know before believing a mean: unfinished, repeated or unlike runs."""
+        notes = []
+        waiting = [part for part in self.parts if not part.finished]
+        if waiting:
+            listed = "; ".join(f"{part.name} ({part.status})" for part in waiting)
+            notes.append(f"Unfinished, shown as far as they have come, in no mean and never marked best: {listed}.")
+        for group in self.groups:
+            notes += _group_notes(group)
+        images = differing([flatten({"data": run.config.get("data", {})}) for run in self.runs])
+        if images:
+            names = ", ".join(key.removeprefix("data.") for key in images)
+            notes.append(f"Not every run saw the same images of {names}: the comparison is not like for like.")
+        return notes
+
+
+def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
+    """Puts runs that differ only in seed together, in the order they first appear."""
+    found: dict[tuple[str, str, tuple[str, ...]], list[RunRecord]] = {}
+    for run in runs:
+        key = (run.label, str(run.config["stream"]), run.matrix.domains)
+        found.setdefault(key, []).append(run)
+    return [Group(*key, tuple(members)) for key, members in found.items()]
+
+
+def sections(groups: Sequence[Group]) -> list[Section]:
+    """Splits groups by stream and order, in the order they first appear.
+
+    Raises:
+        RatpError: If there is nothing to report.
+    """
+    if not groups:
+        raise RatpError("no runs to report. Give at least one run directory or result file.")
+    found: dict[tuple[str, tuple[str, ...]], list[Group]] = {}
+    for group in groups:
+        found.setdefault((group.stream, group.order), []).append(group)
+    return [Section(*key, tuple(members)) for key, members in found.items()]
+
+
+def by_domain(run: RunRecord, measure: Measure) -> dict[str, float]:
+    """A measure of one run on every domain that has it so far."""
+    if measure != "Unfamiliar":
+        return run.matrix.metric(measure)
+    trained = run.matrix.domains[: run.matrix.stages]
+    return {domain: area(curve) for domain, curve in probed_curves(run).items() if domain in trained}
+
+
+def unfamiliar_area(run: RunRecord) -> dict[str, float]:
+    """Area under the accuracy curve of each target domain while its own stage trains, in percent.
+
+    The curve runs over progress 0 to 1 and is held constant before its first and after its last
+    measured point, so a constant accuracy of 50 gives 50. Stages under way are left out.
+
+    Returns:
+        The area by target domain and their mean under ``"average"``; empty without probes.
+    """
+    areas = by_domain(run, "Unfamiliar")
+    return {**areas, "average": _mean(list(areas.values()))} if areas else {}
+
+
+def _group_notes(group: Group) -> list[str]:
+    notes = []
+    seeds = Counter(run.seed for run in group.runs if run.matrix.complete)
+    repeated = ", ".join(str(seed) for seed, count in seeds.items() if count > 1)
+    if repeated:
+        notes.append(f"{group.label}: seed {repeated} was given more than once and is counted once.")
+    unlike = [key for key in differing([flatten(run.config) for run in group.runs]) if key not in ("seed", "ratp")]
+    unlike = [key for key in unlike if not key.startswith("data.")]
+    if unlike:
+        notes.append(f"{group.label}: its runs differ in more than their seed: {', '.join(unlike)}.")
+    probed = sum(bool(by_domain(run, "Unfamiliar")) for run in group.counted)
+    if 0 < probed < len(group.counted):
+        notes.append(f"{group.label}: Unfamiliar is over {probed} of {len(group.counted)} seeds, the ones measured.")
+    return notes
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

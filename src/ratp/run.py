@@ -1,0 +1,321 @@
+"""A run: one method on one stream with one seed, and its directory.
+
+After every stage the whole method is saved, together with the accuracies so far, in one file that is
+replaced in one step. Whatever interrupts a run, the same command continues it with the stage it was in, and
+the result is the one an undisturbed run gives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from ratp.environment import describe_environment
+from ratp.errors import RatpError, RunDirectoryError
+from ratp.evaluate import accuracy
+from ratp.files import read_json, read_tensors, write_json, write_tensors, write_text
+from ratp.lock import LOCK_FILE, exclusive
+from ratp.matrix import Matrix
+from ratp.method import Method, Phase, Tick, train, unpack
+from ratp.plan import RunPlan
+from ratp.record import RunRecord, read_journal, read_run
+from ratp.stream import Stream
+
+SAMPLE_COUNT = 10
+
+
+class TrainingError(RatpError):
+    """Training went wrong in a way that more training cannot mend."""
+
+
+@dataclass(frozen=True)
+class StageStarted:
+    """A stage begins.
+
+    Attributes:
+        stage: Its number, from 0.
+        domain: Name of its domain.
+        images: Number of training images.
+        steps: Updates it will take.
+    """
+
+    stage: int
+    domain: str
+    images: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One update was made."""
+
+    stage: int
+    domain: str
+    tick: Tick
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The new domain was measured within its stage.
+
+    Attributes:
+        progress: Share of the stage's updates done.
+        accuracy: Accuracy in percent by domain.
+    """
+
+    stage: int
+    domain: str
+    progress: float
+    accuracy: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StageFinished:
+    """A stage ended and was saved."""
+
+    stage: int
+    domain: str
+    accuracy: Mapping[str, float]
+    statistics: Mapping[str, float]
+    seconds: float
+
+
+Event = StageStarted | Trained | Probed | StageFinished
+
+
+@final
+class Run:
+    """A run and its directory.
+
+    Loading the data and building the method happen here, before anything is written: a mistake in the
+    plan leaves no trace on disk.
+
+    Args:
+        plan: What to run.
+        folder: Its directory; continued if it holds the same run, refused if it holds anything else.
+        probe: Whether to measure the new domain after every epoch of its stage. It changes no result.
+    """
+
+    def __init__(self, plan: RunPlan, folder: Path | str, *, probe: bool = False) -> None:
+        self.plan = plan
+        self.folder = Path(folder)
+        self.probe = probe
+        self.stream: Stream = plan.load_stream()
+        self.method: Method = plan.build_method(self.stream)
+        self.config = plan.to_json(self.stream)
+        self.matrix = Matrix(self.stream.order)
+
+    def execute(self) -> RunRecord:
+        """Runs to the end, or continues to it."""
+        for _ in self.events():
+            pass
+        return self.record()
+
+    def record(self) -> RunRecord:
+        """The run as its directory tells it."""
+        return read_run(self.folder)
+
+    def events(self) -> Iterator[Event]:
+        """Runs step by step, handing out what happens. The directory is locked meanwhile.
+
+        Raises:
+            RunDirectoryError: If the directory cannot be used.
+            TrainingError: If a loss is no longer a number.
+        """
+        self._check_folder()
+        with exclusive(self.folder):
+            self._open()
+            for stage in range(self.matrix.stages, len(self.stream.order)):
+                yield from self._stage(stage)
+            if not (self.folder / "weights.safetensors").exists():
+                state = self.method.state()
+                about = {"fingerprint": self.config["fingerprint"], "classes": json.dumps(self.stream.classes)}
+                write_tensors(self.folder / "weights.safetensors", unpack(state).get("network", state), about)
+                self._note("run_finished")
+
+    def _check_folder(self) -> None:
+        """Refuses a folder that is not this run's, before anything is written to it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            present = {item.name for item in self.folder.iterdir()} - {LOCK_FILE}
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot use {self.folder} as a run directory: {error.strerror}. Choose another folder with --out."
+            ) from error
+        if not present:
+            return
+        if "config.json" not in present:
+            some = ", ".join(sorted(present)[:3])
+            raise RunDirectoryError(
+                f"{self.folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
+            )
+        there = read_json(self.folder / "config.json")
+        if there.get("fingerprint") != self.config["fingerprint"]:
+            raise RunDirectoryError(
+                f"{self.folder} holds another run. {_differences(there, self.config)} Choose another folder with --out."
+            )
+
+    def _open(self) -> None:
+        """Starts the directory, or takes up the run where its last finished stage left it."""
+        state_file = self.folder / "state.safetensors"
+        if not (self.folder / "config.json").exists() or not state_file.exists():
+            write_json(self.folder / "environment.json", describe_environment(self.plan.device))
+            write_json(self.folder / "matrix.json", self.matrix.to_json())
+            write_text(self.folder / "journal.jsonl", "")
+            self._save_samples()
+            write_json(self.folder / "config.json", self.config)
+            self._note("run_started")
+            return
+        state, about = read_tensors(state_file)
+        try:
+            if about["fingerprint"] != self.config["fingerprint"]:
+                raise RunDirectoryError(f"{state_file} belongs to another run.")
+            self.matrix = Matrix.from_json(json.loads(about["matrix"]))
+            finished = json.loads(about["stage_events"])
+            self.method.load_state(state)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise RunDirectoryError(
+                f"{state_file} does not fit this run ({error}). Remove the folder to start anew."
+            ) from error
+        # The state is what counts: matrix and journal are brought in line with it.
+        journal = self.folder / "journal.jsonl"
+        kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
+        kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
+        write_text(journal, "".join(json.dumps(e) + "\n" for e in kept))
+        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        if not self.matrix.complete:
+            self._note("run_resumed", finished_stages=self.matrix.stages)
+
+    def _stage(self, stage: int) -> Iterator[Event]:
+        name = self.stream.order[stage]
+        phases, images = self._phases(stage)
+        total = sum(phase.epochs * phase.steps for phase in phases)
+        yield StageStarted(stage, name, images, total)
+        self._note("stage_started", stage=stage, domain=name, images=images, steps=total)
+        started = epoch_started = time.perf_counter()
+        statistics: dict[str, float] = {}
+        done = 0
+        if self.probe:
+            yield self._measure(stage, 0.0)
+        for moment in train(phases):
+            if not isinstance(moment, Tick):
+                statistics |= moment
+                continue
+            done += 1
+            yield Trained(stage, name, moment)
+            if moment.epoch_done:
+                self._note_epoch(stage, moment, time.perf_counter() - epoch_started)
+                if self.probe and done < total:
+                    yield self._measure(stage, done / total)
+                epoch_started = time.perf_counter()
+        row = {test.name: accuracy(self.method, test) for test in self.stream.tests}
+        if self.probe:
+            yield self._probed(stage, 1.0, {name: row[name]})
+        seconds = time.perf_counter() - started
+        self._finish_stage(stage, row, statistics, seconds)
+        yield StageFinished(stage, name, row, statistics, seconds)
+
+    def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
+        if stage == 0:
+            return self.method.source_phases(self.stream.source), len(self.stream.source)
+        target = self.stream.targets[stage - 1]
+        return self.method.target_phases(target), len(target)
+
+    def _finish_stage(
+        self, stage: int, row: Mapping[str, float], statistics: Mapping[str, float], seconds: float
+    ) -> None:
+        self.matrix = self.matrix.with_row(list(row.values()))
+        event = {
+            "event": "stage_finished",
+            "time": _now(),
+            "stage": stage,
+            "domain": self.stream.order[stage],
+            "accuracy": dict(row),
+            "statistics": dict(statistics),
+            "seconds": round(seconds, 3),
+        }
+        journal = read_journal(self.folder / "journal.jsonl")
+        about = {
+            "fingerprint": self.config["fingerprint"],
+            "matrix": json.dumps(self.matrix.to_json()),
+            "stage_events": json.dumps([e for e in journal if e["event"] == "stage_finished"] + [event]),
+        }
+        write_tensors(self.folder / "state.safetensors", self.method.state(), about)
+        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        self._append(event)
+
+    def _note_epoch(self, stage: int, tick: Tick, seconds: float) -> None:
+        means = {name: float(value) for name, value in tick.means.items()}
+        bad = [name for name, value in means.items() if not math.isfinite(value)]
+        if bad:
+            raise TrainingError(
+                f"{', '.join(bad)} became {means[bad[0]]} in epoch {tick.epoch} of stage {stage} "
+                f"({self.stream.order[stage]}). The stages before it are kept in {self.folder}. "
+                "A smaller learning rate (--set lr=…) or pca.form=stable usually helps."
+            )
+        self._note(
+            "epoch",
+            stage=stage,
+            domain=self.stream.order[stage],
+            phase=tick.phase.name,
+            epoch=tick.epoch,
+            means=means,
+            statistics=dict(tick.statistics),
+            seconds=round(seconds, 3),
+        )
+
+    def _measure(self, stage: int, progress: float) -> Probed:
+        test = self.stream.tests[stage]
+        return self._probed(stage, progress, {test.name: accuracy(self.method, test)})
+
+    def _probed(self, stage: int, progress: float, measured: Mapping[str, float]) -> Probed:
+        name = self.stream.order[stage]
+        self._note("probe", stage=stage, domain=name, progress=progress, accuracy=dict(measured))
+        return Probed(stage, name, progress, measured)
+
+    def _save_samples(self) -> None:
+        """Keeps a few source images and what the method makes of them, for the report."""
+        images = self.stream.source.images[:SAMPLE_COUNT]
+        generator = torch.Generator(self.plan.device).manual_seed(0)
+        shown = self.method.show(images, generator)
+        if shown:
+            write_tensors(self.folder / "samples.safetensors", {"original": images, **shown})
+
+    def _note(self, event: str, **values: Any) -> None:
+        self._append({"event": event, "time": _now(), **values})
+
+    def _append(self, event: Mapping[str, Any]) -> None:
+        path = self.folder / "journal.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunDirectoryError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What two configurations disagree about, in a sentence or two."""
+    pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed")]
+    if there.get("method") == here["method"]:
+        for key in ("recipe", "switches"):
+            old = there.get(key)
+            pairs += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
+    parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in pairs if old != new]
+    if there.get("data") != here["data"] and not parts:
+        parts.append("the images have changed since")
+    return f"It differs in {'; '.join(parts)}." if parts else "It cannot be recognised as the same."
+
+
+def _show(value: Any) -> str:
+    return ">".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,100 @@
+"""The contact sheet shows the images as they are, class by class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ratp.data.contact_sheet import contact_sheet
+from ratp.domain import LabelledDomain
+from ratp.errors import RatpError
+
+RED, GREEN, BLUE = (250, 10, 20), (10, 240, 30), (20, 30, 230)
+EMPTY = (240, 242, 244)
+
+
+def plain(colours, labels, side=(32, 32), name="plain", classes=("zero", "one")) -> LabelledDomain:
+    images = torch.tensor(colours, dtype=torch.uint8)[:, :, None, None].expand(-1, -1, *side).contiguous()
+    return LabelledDomain(name, images, torch.tensor(labels), classes, torch.zeros(len(labels), dtype=torch.bool))
+
+
+def drawn(tmp_path, domains, **options) -> np.ndarray:
+    path = tmp_path / "sheet.png"
+    contact_sheet(domains, path, **options)
+    with Image.open(path) as sheet:
+        assert (sheet.format, sheet.mode) == ("PNG", "RGB")
+        return np.array(sheet)
+
+
+def extent(sheet, colour) -> tuple[int, int, int, int]:
+    """Left, top, width and height of what has exactly this colour."""
+    y, x = np.nonzero((sheet == np.array(colour)).all(axis=2))
+    return int(x.min()), int(y.min()), int(x.max() - x.min() + 1), int(y.max() - y.min() + 1)
+
+
+def test_a_row_a_class_in_the_order_of_the_domain(tmp_path):
+    sheet = drawn(tmp_path, [plain([BLUE, RED, GREEN], [1, 0, 1])], columns=2)
+    red, green, blue, empty = (extent(sheet, colour) for colour in (RED, GREEN, BLUE, EMPTY))
+    assert {box[2:] for box in (red, green, blue, empty)} == {(64, 64)}
+    assert red[0] == blue[0] < green[0] == empty[0]
+    assert red[1] == empty[1] < blue[1] == green[1]
+
+
+def test_only_so_many_columns(tmp_path):
+    sheet = drawn(tmp_path, [plain([RED, BLUE], [0, 0])], columns=1)
+    assert extent(sheet, RED)[2:] == (64, 64)
+    assert not (sheet == np.array(BLUE)).all(axis=2).any()
+
+
+@pytest.mark.parametrize(("side", "tile"), [((28, 28), (56, 56)), ((64, 48), (48, 64)), ((128, 256), (64, 32))])
+def test_tiles_keep_their_shape(tmp_path, side, tile):
+    assert extent(drawn(tmp_path, [plain([RED], [0], side)], columns=1), RED)[2:] == tile
+
+
+def test_pixels_are_enlarged_unsmoothed(tmp_path):
+    images = torch.randint(256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images[0, :, 0, 0] = images[0, :, -1, -1] = torch.tensor(RED)
+    sheet = drawn(tmp_path, [LabelledDomain("noise", images, torch.tensor([0]), ("only",))], columns=1)
+    left, top, *_ = extent(sheet, RED)
+    tile = sheet[top : top + 64, left : left + 64]
+    assert (tile[::2, ::2] == images[0].permute(1, 2, 0).numpy()).all()
+    assert (tile[1::2, 1::2] == tile[::2, ::2]).all()
+
+
+def test_domains_stand_side_by_side_and_none_is_covered(tmp_path):
+    domains = [plain([colour], [0], name=f"d{k}") for k, colour in enumerate((RED, GREEN, BLUE))]
+    sheet = drawn(tmp_path, domains, columns=3)
+    red, green, blue = (extent(sheet, colour) for colour in (RED, GREEN, BLUE))
+    assert red[1] == green[1] < blue[1]
+    assert red[0] == blue[0] < green[0]
+    assert {box[2:] for box in (red, green, blue)} == {(64, 64)}
+
+
+def test_descriptions_are_written_and_long_names_fit(tmp_path):
+    domain = plain([RED], [0], name="a domain", classes=("a class with quite a long name", "b"))
+    without = drawn(tmp_path, [domain], columns=1)
+    described = drawn(
+        tmp_path, [domain], columns=1, descriptions={"a domain": "what it is " * 20, "another": "not here"}
+    )
+    assert described.shape[0] > without.shape[0]
+    assert described.shape[1] > without.shape[1]
+    for sheet in (without, described):
+        frame = np.ones(sheet.shape[:2], dtype=bool)
+        frame[20:-20, 20:-20] = False
+        assert (sheet[frame] == 255).all()
+
+
+def test_the_same_bytes_every_time(tmp_path):
+    domain = plain([RED, BLUE], [0, 1])
+    assert (drawn(tmp_path, [domain]) == drawn(tmp_path, [domain])).all()
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(RatpError, match="at least one domain"):
+        contact_sheet([], tmp_path / "sheet.png")
+    with pytest.raises(RatpError, match="at least one column, got 0"):
+        contact_sheet([plain([RED], [0])], tmp_path / "sheet.png", columns=0)
+    with pytest.raises(RatpError, match="cannot write"):
+        contact_sheet([plain([RED], [0])], tmp_path / "missing" / "sheet.png")

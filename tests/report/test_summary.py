@@ -1,0 +1,162 @@
+"""Grouping, seed statistics and the area of the Unfamiliar Period."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratp.errors import RatpError, RunDirectoryError
+from ratp.matrix import Matrix
+from ratp.record import RunRecord, read_run
+from ratp.report.summary import Spread, group_runs, sections, unfamiliar_area
+
+GOLDEN = ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0))
+SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))
+
+
+def record(probes, accuracy=GOLDEN, domains=("scan", "photo", "font")):
+    events = tuple(
+        {"event": "probe", "stage": stage, "domain": domains[stage], "progress": p, "accuracy": {domains[stage]: value}}
+        for stage, p, value in probes
+    )
+    config = {"method": "ratp", "seed": 0, "stream": "demo", "order": list(domains)}
+    return RunRecord(Path("run"), config, {}, Matrix(domains, accuracy), events)
+
+
+def test_golden_matrix_gives_the_metrics_worked_out_by_hand(golden):
+    (group,) = group_runs([golden])
+    assert [group.spread("TDG", d).mean for d in ("photo", "font")] == [60.0, 45.0]
+    assert [group.spread("FA", d).mean for d in ("scan", "photo")] == [93.5, 85.0]
+    assert group.spread("TDG").mean == 52.5
+    assert group.spread("TDA").mean == pytest.approx(269 / 3)
+    assert group.spread("FA").mean == 89.25
+    assert group.matrix == golden.matrix
+    assert math.isnan(group.spread("TDG").sd)
+    assert math.isnan(group.spread("TDG", "scan").mean)
+
+
+def test_seeds_are_averaged_with_the_sample_standard_deviation(make_run):
+    (group,) = group_runs([make_run(GOLDEN, seed=0), make_run(SECOND, seed=1)])
+    assert group.spread("TDG").mean == pytest.approx((52.5 + (62 + 48) / 2) / 2)
+    assert group.spread("TDG").sd == pytest.approx(statistics.stdev([52.5, 55.0]))
+    assert group.accuracy[1][1] == Spread(89.0, pytest.approx(math.sqrt(2)), 2)
+    assert group.matrix.accuracy[2] == (91.0, 84.0, 82.0)
+    assert group.status == "2 seeds"
+
+
+def test_groups_keep_the_order_runs_were_given_in(make_run):
+    runs = [
+        make_run(method="tent"),
+        make_run(method="ratp"),
+        make_run(method="tent", seed=1),
+        make_run(changed={"pca": False}),
+    ]
+    assert [(g.label, len(g.runs)) for g in group_runs(runs)] == [("tent", 2), ("ratp", 1), ("ratp (pca=False)", 1)]
+
+
+def test_other_orders_and_streams_are_other_sections(make_run):
+    runs = [make_run(), make_run(order=("photo", "scan", "font")), make_run(stream="other"), make_run(method="tent")]
+    found = sections(group_runs(runs))
+    assert [[g.label for g in section.groups] for section in found] == [["ratp", "tent"], ["ratp"], ["ratp"]]
+
+
+def test_unfinished_runs_are_kept_apart_from_the_mean(make_run):
+    (group,) = group_runs([make_run(seed=0), make_run(SECOND, seed=1), make_run(((10.0, 10.0, 10.0),), seed=2)])
+    together, alone = group.parts()
+    assert together.spread("TDA").mean == group.spread("TDA").mean == pytest.approx((269 + 270) / 6)
+    assert (alone.name, alone.status, alone.finished) == ("ratp, seed 2", "1 of 3 stages", False)
+    assert alone.spread("TDA").mean == 10.0
+    assert math.isnan(alone.spread("FA").mean)
+    (section,) = sections([group])
+    assert "ratp, seed 2 (1 of 3 stages)" in section.notes()[0]
+
+
+def test_a_group_of_unfinished_runs_only_has_no_mean(make_run):
+    (group,) = group_runs([make_run(GOLDEN[:2], seed=0), make_run(GOLDEN[:1], seed=1)])
+    assert group.spread("TDA").n == 0
+    assert [part.status for part in group.parts()] == ["2 of 3 stages", "1 of 3 stages"]
+
+
+def test_a_seed_given_twice_counts_once_and_is_told(make_run):
+    (group,) = group_runs([make_run(seed=0), make_run(seed=0), make_run(SECOND, seed=1)])
+    assert group.spread("TDG") == Spread(53.75, pytest.approx(statistics.stdev([52.5, 55.0])), 2)
+    assert any("seed 0 was given more than once" in note for note in sections([group])[0].notes())
+
+
+def test_runs_that_are_not_alike_are_told(make_run):
+    runs = [
+        make_run(seed=0),
+        make_run(seed=1, recipe={"epochs": 5}),
+        make_run(method="tent", data={"scan": "sha-of-scan", "photo": "another", "font": "sha-of-font"}),
+    ]
+    notes = " ".join(sections(group_runs(runs))[0].notes())
+    assert "recipe.epochs" in notes
+    assert "same images of photo:" in notes
+
+
+def test_runs_alike_but_for_the_seed_need_no_note(make_run):
+    assert sections(group_runs([make_run(seed=0), make_run(seed=1)]))[0].notes() == []
+
+
+def test_nothing_to_report_is_an_error_that_says_so():
+    with pytest.raises(RatpError, match="no runs"):
+        sections([])
+
+
+def test_area_of_a_constant_curve_is_the_constant():
+    area = unfamiliar_area(record([(1, 0.0, 50.0), (1, 0.5, 50.0), (1, 1.0, 50.0)]))
+    assert area == {"photo": 50.0, "average": 50.0}
+
+
+def test_area_of_lines_and_of_irregular_spacing():
+    straight = [(1, 0.0, 20.0), (1, 1.0, 80.0)]
+    bent = [(2, 0.0, 0.0), (2, 0.1, 50.0), (2, 0.5, 70.0), (2, 1.0, 90.0)]
+    area = unfamiliar_area(record(straight + bent))
+    assert area["photo"] == pytest.approx(50.0)
+    assert area["font"] == pytest.approx(0.1 * 25 + 0.4 * 60 + 0.5 * 80)
+    assert area["average"] == pytest.approx((area["photo"] + area["font"]) / 2)
+
+
+def test_area_leaves_out_the_source_and_stages_under_way():
+    probes = [(0, 0.0, 10.0), (0, 1.0, 90.0), (1, 0.0, 40.0), (1, 1.0, 60.0), (2, 0.0, 30.0)]
+    assert unfamiliar_area(record(probes, GOLDEN[:2])) == {"photo": 50.0, "average": 50.0}
+    assert unfamiliar_area(record([])) == {}
+
+
+def test_a_stage_begun_anew_counts_as_it_went_the_last_time():
+    interrupted = [(1, 0.0, 10.0), (1, 0.5, 10.0), (1, 0.0, 60.0), (1, 1.0, 60.0)]
+    assert unfamiliar_area(record(interrupted))["photo"] == pytest.approx(60.0)
+
+
+@given(st.dictionaries(st.floats(0, 1), st.floats(0, 100), min_size=1, max_size=12))
+def test_area_lies_between_the_lowest_and_the_highest_accuracy(curve):
+    area = unfamiliar_area(record([(1, p, curve[p]) for p in sorted(curve)]))["photo"]
+    assert min(curve.values()) - 1e-9 <= area <= max(curve.values()) + 1e-9
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.lists(st.floats(0, 1), max_size=8))
+def test_area_of_a_line_does_not_depend_on_where_it_was_probed(start, end, between):
+    points = sorted({0.0, 1.0, *between})
+    area = unfamiliar_area(record([(1, p, (1 - p) * start + p * end) for p in points]))["photo"]
+    assert area == pytest.approx((start + end) / 2, abs=1e-6)
+
+
+def test_area_survives_the_export_to_a_result_file(make_run, tmp_path):
+    run = make_run(probes={"photo": [(0.0, 40.0), (0.3, 70.0), (1.0, 80.0)]})
+    run.export(tmp_path / "result.json")
+    assert unfamiliar_area(read_run(tmp_path / "result.json")) == unfamiliar_area(run)
+
+
+@pytest.mark.parametrize("broken", [{"progress": "half"}, {"progress": 1.5}, {"accuracy": {"photo": 101}}])
+def test_a_damaged_probe_names_the_run(golden, broken):
+    probe = {"event": "probe", "stage": 1, "domain": "photo", "progress": 0.5, "accuracy": {"photo": 50.0}, **broken}
+    with (golden.path / "journal.jsonl").open("a") as journal:
+        journal.write(json.dumps(probe) + "\n")
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        unfamiliar_area(read_run(golden.path))
