@@ -120,7 +120,7 @@ def _parse(value: Any, kind: Any, name: str) -> Any:
     text = value.strip() if isinstance(value, str) else None
     origin = get_origin(kind)
     if origin is Literal:
-        matches = [o for o in get_args(kind) if o == value or str(o) == text]
+        matches = [o for o in get_args(kind) if (o == value and not isinstance(value, bool)) or str(o) == text]
         if not matches:
             raise ConfigError(unknown(f"value of {name}:", value, (str(o) for o in get_args(kind))))
         return matches[0]
@@ -130,9 +130,10 @@ def _parse(value: Any, kind: Any, name: str) -> Any:
         return _parse(value, next(a for a in get_args(kind) if a is not types.NoneType), name)
     if origin is tuple:
         parts = text.strip("()[]").split(",") if text is not None else value
-        if not isinstance(parts, list | tuple) or not parts:
+        items = get_args(kind)
+        if not isinstance(parts, list | tuple) or not parts or (items[-1] is not ... and len(parts) != len(items)):
             raise wrong
-        return tuple(_parse(p, get_args(kind)[0], name) for p in parts)
+        return tuple(_parse(p, items[0], name) for p in parts)
     if kind is bool:
         known = {
             "true": True,
@@ -157,9 +158,10 @@ def _parse(value: Any, kind: Any, name: str) -> Any:
         raise wrong
     try:
         number = kind(text if text is not None else value)
+        finite = math.isfinite(number)
     except (ValueError, OverflowError) as error:
         raise wrong from error
-    if not math.isfinite(number) or (kind is int and text is None and number != value):
+    if not finite or (kind is int and text is None and number != value):
         raise wrong
     return number
 
@@ -182,5 +184,7 @@ def _describe(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return f"{_describe(next(a for a in get_args(kind) if a is not types.NoneType))} or none"
     if origin is tuple:
-        return f"a list: {_describe(get_args(kind)[0])}, …"
+        items = get_args(kind)
+        count = "a list" if items[-1] is ... else f"a list of {len(items)}"
+        return f"{count}: {_describe(items[0])}, …"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(kind, str(kind))

@@ -96,7 +96,8 @@ class LabelledDomain:
 
     def to(self, device: torch.device) -> LabelledDomain:
         """The same domain with its tensors on ``device``."""
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+        held_out = None if self.held_out is None else self.held_out.to(device)
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device), held_out=held_out)
 
     def fingerprint(self) -> str:
         """sha256 of names, shape, images, labels and test part: what the domain *is*."""

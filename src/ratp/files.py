@@ -56,7 +56,9 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces a JSON file in one step."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # Bytes of a path that are no Unicode come as lone surrogates, whose escape is valid JSON.
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,19 +82,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Replaces a safetensors file in one step."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, save(plain, metadata=dict(metadata or {})))
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # none share memory
+    write_bytes(path, save(plain, metadata=dict(metadata) if metadata else None))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads a safetensors file: its tensors and its metadata.
+    """Reads a safetensors file: its tensors, as copies in memory, and its metadata.
 
     Raises:
         RunDirectoryError: If the file is missing, truncated or foreign.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            return {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{path} is missing.") from error
     except (SafetensorError, OSError, ValueError) as error:

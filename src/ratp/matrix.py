@@ -37,6 +37,8 @@ class Matrix:
     accuracy: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if len(set(self.domains)) < len(self.domains):
+            raise RatpError(f"a domain occurs twice: {', '.join(self.domains)}.")
         if len(self.accuracy) > len(self.domains):
             raise RatpError(f"{len(self.accuracy)} rows for {len(self.domains)} domains.")
         for stage, row in enumerate(self.accuracy):
@@ -80,7 +82,7 @@ class Matrix:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the metrics spelled out for readers without this package."""
-        metrics = {m: {**self.metric(m), "average": _or_none(self.average(m))} for m in METRICS}
+        metrics = {m: {"domains": self.metric(m), "average": _or_none(self.average(m))} for m in METRICS}
         return {"domains": list(self.domains), "accuracy": [list(r) for r in self.accuracy], "metrics": metrics}
 
     @staticmethod
@@ -91,9 +93,11 @@ class Matrix:
             RatpError: If the data is not a matrix.
         """
         try:
+            if isinstance(data["domains"], str):
+                raise TypeError("domains is a text")
             domains = tuple(str(n) for n in data["domains"])
             accuracy = tuple(tuple(float(v) for v in row) for row in data["accuracy"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RatpError(f"not an accuracy matrix: {error!r}.") from error
         return Matrix(domains, accuracy)
 

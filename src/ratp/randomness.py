@@ -37,5 +37,5 @@ class Randomness:
         For code that cannot be handed a generator, such as the initialisation of library modules.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.derive(*name))
+            torch.default_generator.manual_seed(self.derive(*name))
             yield

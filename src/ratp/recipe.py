@@ -21,14 +21,14 @@ class Recipe:
     steps: int = switch(800, "steps an epoch", minimum=1)
     lr: float = switch(0.01, "initial learning rate of a stage", above=0)
     memory: int = switch(200, "exemplars kept over all domains", minimum=0)
-    mean: tuple[float, ...] = switch((0.5, 0.5, 0.5), "channel means taken off the images")
-    std: tuple[float, ...] = switch((0.5, 0.5, 0.5), "channel deviations the images are divided by", above=0)
+    mean: tuple[float, float, float] = switch((0.5, 0.5, 0.5), "channel means taken off the images")
+    std: tuple[float, float, float] = switch((0.5, 0.5, 0.5), "channel deviations the images are divided by", above=0)
 
 
 class Scaling:
     """From stored uint8 images to what the network sees."""
 
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+    def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float], device: torch.device) -> None:
         self.mean = torch.tensor(mean, device=device)
         self.std = torch.tensor(std, device=device)
         # (x/255 − mean)/std = x·factor + offset

@@ -55,10 +55,9 @@ class RunRecord:
     @property
     def label(self) -> str:
         """Method, with its preset and switches where they are not the default ones."""
-        changed = self.config.get("changed", {})
-        preset = self.config.get("preset")
-        extra = [str(preset)] if preset and preset != "official" else []
-        extra += [f"{name}={value}" for name, value in changed.items()]
+        preset = self.config["preset"]
+        extra = [preset] if preset != "official" else []
+        extra += [f"{name}={value}" for name, value in self.config["changed"].items()]
         return f"{self.method} ({', '.join(extra)})" if extra else self.method
 
     @property
@@ -104,33 +103,52 @@ def read_run(path: Path | str) -> RunRecord:
         RunDirectoryError: If there is nothing of the kind, or it is damaged.
     """
     path = Path(path)
-    if path.is_file():
-        data = read_json(path)
-        if data.get("kind") != RESULT_KIND:
-            raise RunDirectoryError(f"{path} is no ratp result file; give a run directory or an exported result.")
-        config, environment, matrix = (data.get(k) for k in ("config", "environment", "matrix"))
-        journal = data.get("journal", [])
-    elif not path.exists():
-        raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
-    elif not (path / "config.json").is_file():
-        raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
-    else:
-        config, environment = read_json(path / "config.json"), read_json(path / "environment.json")
-        matrix = read_json(path / "matrix.json")
-        journal = read_journal(path / "journal.jsonl")
-    if not isinstance(config, dict) or not {"method", "seed", "order", "stream", "schema"} <= config.keys():
-        raise RunDirectoryError(f"{path} was not written by ratp: its config lacks method, stream, order or seed.")
+    config, environment, matrix, journal = _read_result(path) if path.is_file() else _read_folder(path)
+    if not isinstance(config, dict) or not _CONFIG_KEYS.keys() <= config.keys():
+        raise RunDirectoryError(f"{path} was not written by ratp: its config lacks {', '.join(_CONFIG_KEYS)}.")
     if config["schema"] != SCHEMA:
         raise RunDirectoryError(f"{path} has schema {config['schema']!r}; this version reads schema {SCHEMA}.")
-    if not isinstance(environment, dict) or not isinstance(matrix, dict) or not isinstance(journal, list):
-        raise RunDirectoryError(f"{path} is damaged: environment, matrix or journal is not what it should be.")
+    wrong = [f"{name} {config[name]!r}" for name, kind in _CONFIG_KEYS.items() if not isinstance(config[name], kind)]
+    parts = {"environment": (environment, dict), "matrix": (matrix, dict), "journal": (journal, list)}
+    wrong += [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
+    if wrong or not all(isinstance(event, dict) for event in journal):
+        raise RunDirectoryError(f"{path} is damaged: {', '.join(wrong) or 'the journal'} is not what it should be.")
     try:
         parsed = Matrix.from_json(matrix)
     except RatpError as error:
         raise RunDirectoryError(f"{path} is damaged: {error}") from error
-    if list(parsed.domains) != list(config["order"]):
+    if list(parsed.domains) != config["order"]:
         raise RunDirectoryError(f"{path} is damaged: the matrix's domains are not those of the config's order.")
     return RunRecord(path, config, environment, parsed, tuple(journal))
+
+
+_CONFIG_KEYS: dict[str, type] = {
+    "schema": int,
+    "stream": str,
+    "order": list,
+    "method": str,
+    "preset": str,
+    "seed": int,
+    "changed": dict,
+}
+
+
+def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
+    data = read_json(path)
+    if data.get("kind") != RESULT_KIND:
+        raise RunDirectoryError(f"{path} is no ratp result file; give a run directory or an exported result.")
+    if data.get("schema") != SCHEMA:
+        raise RunDirectoryError(f"{path} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}.")
+    return data.get("config"), data.get("environment"), data.get("matrix"), data.get("journal")
+
+
+def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
+    if not path.exists():
+        raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
+    if not (path / "config.json").is_file():
+        raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
+    config, environment, matrix = (read_json(path / f"{name}.json") for name in ("config", "environment", "matrix"))
+    return config, environment, matrix, read_journal(path / "journal.jsonl")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -140,14 +158,16 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         RunDirectoryError: If the file is missing or damaged before its last line.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
+    if lines == [""]:
+        return []
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise RunDirectoryError(f"{path}:{number} is damaged: {error}.") from error

@@ -72,8 +72,7 @@ def _load(path: Path, key: str) -> LabelledDomain:
     Raises:
         RatpError, KeyError, TypeError, ValueError: If it is anything else.
     """
-    mapped, metadata = read_tensors(path)
-    tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # whatever becomes of the file
+    tensors, metadata = read_tensors(path)
     about = json.loads(metadata["domain"])
     domain = LabelledDomain(
         about["name"], tensors["images"], tensors["labels"], tuple(about["classes"]), tensors.get("held_out")

@@ -21,6 +21,9 @@ def knn_vote(
         chunk: Queries handled at once: memory grows with ``chunk × m``, not with ``n × m``.
     """
     neighbours = min(neighbours, len(points))
+    # Distances do not change with the origin; near the points they are resolved best.
+    origin = points.mean(dim=0)
+    queries, points = queries - origin, points - origin
     half_norms = points.square().sum(dim=1) / 2
     tie_break = torch.arange(classes, 0, -1, device=queries.device)
     labels = []

@@ -99,6 +99,8 @@ class RandMix:
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Augments a batch of normalised images; no gradient is recorded."""
+        if not len(images):
+            return images
         with torch.no_grad():
             return self.apply(images, self.draw(images.shape, generator))
 

@@ -75,6 +75,7 @@ def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int
     assignable = torch.ones(classes, dtype=torch.bool, device=features.device)
     if config.classes == "predicted":
         assignable = F.one_hot(probabilities.argmax(dim=1), classes).any(dim=0)
+    assignable = assignable & (probabilities > 0).any(dim=0)
     centroids = soft
     if config.rounds == 2:
         nearest = _cosine(features[top], soft).masked_fill(~assignable, -torch.inf).argmax(dim=1)
@@ -97,7 +98,7 @@ def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int
 
 
 def _centroids(features: Tensor, weights: Tensor) -> Tensor:
-    return (weights.T @ features) / weights.sum(dim=0).clamp_min(1e-12)[:, None]
+    return (weights.T @ features) / weights.sum(dim=0).clamp_min(torch.finfo(torch.float32).tiny)[:, None]
 
 
 def _cosine(features: Tensor, centroids: Tensor) -> Tensor:

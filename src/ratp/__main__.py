@@ -1,0 +1,5 @@
+"""``python -m ratp``."""
+
+from ratp.cli.main import main
+
+main()

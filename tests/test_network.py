@@ -1,0 +1,165 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ratp.network import ChannelDropout, Network, NetworkConfig
+from ratp.randomness import Randomness
+
+
+def make(classes=10, seed=0, **sizes):
+    with Randomness(seed).scope("network"):
+        return Network(NetworkConfig(**sizes), classes)
+
+
+def small(seed=0):
+    return make(width=0.1, hidden=16, dim=8, seed=seed)
+
+
+def images(count=4, seed=0):
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class TestShape:
+    def test_parameters_at_full_width(self):
+        convolutions = sum(5 * 5 * a * b + b + 2 * b for a, b in ((3, 64), (64, 128), (128, 256)))
+        bottleneck = 4096 * 256 + 256 + 2 * 256 + 256 * 128 + 128
+        assert sum(p.numel() for p in make().parameters()) == convolutions + bottleneck + 10 * 128
+
+    @pytest.mark.parametrize(("width", "hidden", "dim", "classes"), [(1.0, 256, 128, 10), (0.25, 32, 12, 7)])
+    def test_outputs(self, width, hidden, dim, classes):
+        network = make(classes, width=width, hidden=hidden, dim=dim).eval()
+        with torch.no_grad():
+            output = network(images())
+            features = network.backbone(images())
+        assert features.shape == (4, round(256 * width) * 16)
+        assert output.embedding.shape == (4, dim)
+        assert output.logits.shape == (4, classes)
+        assert network.prototypes.shape == (classes, dim)
+
+    def test_logits_are_dot_products_with_the_prototypes(self):
+        network = small().eval()
+        with torch.no_grad():
+            embedding, logits = network(images())
+        torch.testing.assert_close(logits, embedding @ network.prototypes.T)
+        assert network.classifier.bias is None
+
+    def test_a_tiny_width_keeps_at_least_one_channel(self):
+        assert make(width=0.001).eval()(images()).logits.shape == (4, 10)
+
+    def test_features_are_those_of_a_plain_dtn_without_dropout(self):
+        network = small().eval()
+        layers = [nn.Identity() if isinstance(module, ChannelDropout) else module for module in network.backbone]
+        kinds = [type(layer).__name__ for layer in layers]
+        assert kinds == ["Conv2d", "BatchNorm2d", "Identity", "ReLU"] * 3 + ["Flatten"]
+        with torch.no_grad():
+            torch.testing.assert_close(network.backbone(images()), nn.Sequential(*layers)(images()))
+        assert [m.probability for m in network.backbone if isinstance(m, ChannelDropout)] == [0.1, 0.3, 0.5]
+
+
+class TestInitialisation:
+    @pytest.mark.parametrize("classes", [7, 10])
+    def test_prototypes_are_uniform_within_the_published_bounds(self, classes):
+        weights = torch.cat([make(classes, width=0.1, seed=seed).prototypes.detach() for seed in range(3)])
+        bound = 1 / math.sqrt(classes)
+        assert 0.98 * bound < weights.abs().max() <= bound
+        assert weights.std() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+
+    def test_bottleneck_weights_are_normal_and_biases_zero(self):
+        network = make()
+        for layer in (network.bottleneck[0], network.bottleneck[3]):
+            assert layer.weight.std().item() == pytest.approx(0.01, rel=0.03)
+            assert layer.weight.abs().max() > 0.03
+            assert (layer.bias == 0).all()
+
+    def test_a_seed_gives_the_same_network(self):
+        one, same, other = small(), small(), small(seed=1)
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, same.state_dict()[name])
+        assert not torch.equal(one.prototypes, other.prototypes)
+
+
+class TestDropout:
+    @pytest.mark.parametrize("probability", [0.1, 0.5])
+    def test_whole_channels_are_dropped_and_the_rest_scaled_up(self, probability):
+        dropout = ChannelDropout(probability).train()
+        dropout.generator = generator()
+        out = dropout(torch.ones(200, 50, 3, 3))
+        channels = out.flatten(2)
+        assert (channels == channels[:, :, :1]).all()
+        values = channels[:, :, 0]
+        assert values.unique().tolist() == pytest.approx([0, 1 / (1 - probability)])
+        assert (values == 0).float().mean().item() == pytest.approx(probability, abs=0.02)
+
+    def test_images_lose_different_channels(self):
+        dropout = ChannelDropout(0.5).train()
+        out = dropout(torch.ones(2, 64, 1, 1))
+        assert not torch.equal(out[0], out[1])
+
+    def test_it_draws_from_the_given_generator_alone(self):
+        network = small().train()
+        outputs = []
+        before = torch.get_rng_state()
+        for seed in (5, 5, 6):
+            network.use_generator(generator(seed))
+            outputs.append(network(images()).logits)
+        assert torch.equal(outputs[0], outputs[1])
+        assert not torch.equal(outputs[0], outputs[2])
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_it_goes_on_in_the_generator(self):
+        network = small().train()
+        network.use_generator(generator())
+        assert not torch.equal(network(images()).logits, network(images()).logits)
+
+    def test_it_is_off_in_evaluation(self):
+        network = small().eval()
+        source = generator()
+        network.use_generator(source)
+        before = source.get_state()
+        assert torch.equal(network(images()).logits, network(images()).logits)
+        assert torch.equal(source.get_state(), before)
+
+
+class TestFrozenCopy:
+    def test_it_is_equal(self):
+        network = small()
+        network.train()(images())
+        copy = network.frozen_copy()
+        for name, tensor in network.state_dict().items():
+            assert torch.equal(tensor, copy.state_dict()[name])
+        assert torch.equal(network.eval()(images()).logits, copy(images()).logits)
+
+    def test_it_stays_while_the_network_learns(self):
+        network = small()
+        copy = network.frozen_copy()
+        before = {name: tensor.clone() for name, tensor in copy.state_dict().items()}
+        optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
+        network.train()(images()).logits.square().sum().backward()
+        optimiser.step()
+        assert not torch.equal(network.prototypes, copy.prototypes)
+        for name, tensor in copy.state_dict().items():
+            assert torch.equal(tensor, before[name])
+
+    def test_it_neither_learns_nor_drops(self):
+        copy = small().train().frozen_copy()
+        assert not any(parameter.requires_grad for parameter in copy.parameters())
+        assert not any(module.training for module in copy.modules())
+        assert not copy(images()).logits.requires_grad
+
+    def test_the_network_still_learns(self):
+        network = small().train()
+        network.frozen_copy()
+        assert network.training
+        assert all(parameter.requires_grad for parameter in network.parameters())
+
+    def test_it_leaves_torchs_generator_alone(self):
+        network = small()
+        before = torch.get_rng_state()
+        network.frozen_copy()
+        assert torch.equal(torch.get_rng_state(), before)
