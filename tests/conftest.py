@@ -1,8 +1,21 @@
 """Settings shared by all tests."""
 
+import os
+
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """One cache for all tests and their processes, made anew for every session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ratp-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RATP_CACHE", str(folder))
+        yield

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from ratp.version import __version__
 
 T = TypeVar("T")
 DEFAULT_PRESET = "official"
+_USER_MODULE = "ratp_user_method_"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class RunPlan:
             "stream": self.spec.name,
             "order": list(self.order),
             "method": self.method.name,
+            "method_file": _file_hash(self.method),
             "seed": self.seed,
             "recipe": as_dict(self.recipe),
             "switches": as_dict(self.config),
@@ -181,15 +184,24 @@ def find_method(name: str) -> type[Method]:
     return METHODS[name]
 
 
+def _file_hash(method: type[Method]) -> str | None:
+    """sha256 of the file of a user's own method: once it is edited, it is another method."""
+    if method.__module__.startswith(_USER_MODULE):
+        return hashlib.sha256(inspect.getsource(sys.modules[method.__module__]).encode()).hexdigest()
+    return None
+
+
 def _method_from_file(path: Path) -> type[Method]:
     if not path.is_file():
         raise ConfigError(f"method file {str(path)!r} does not exist.")
-    spec = importlib.util.spec_from_file_location(f"ratp_user_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{_USER_MODULE}{path.stem}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise ConfigError(f"method file {str(path)!r} cannot be loaded: {type(error).__name__}: {error}.") from error
     own = [
         item

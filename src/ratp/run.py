@@ -312,9 +312,11 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
             old = there.get(key)
             pairs += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
     parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in pairs if old != new]
-    if there.get("data") != here["data"] and not parts:
-        parts.append("the images have changed since")
-    return f"It differs in {'; '.join(parts)}." if parts else "It cannot be recognised as the same."
+    if parts:
+        return f"It differs in {'; '.join(parts)}."
+    if there.get("method_file") != here["method_file"]:
+        return "The file of its method has been edited since."
+    return "Its images have changed since."
 
 
 def _show(value: Any) -> str:

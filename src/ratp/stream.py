@@ -51,7 +51,7 @@ STREAMS: dict[str, StreamSpec] = {
             title="Embedded digits, 32×32: real scans, then photographs, fonts and street numbers",
             domains=demo.DOMAINS,
             orders={"default": tuple(demo.DOMAINS), "reverse": tuple(reversed(demo.DOMAINS))},
-            recipe=Recipe(network=NetworkConfig(width=0.25), epochs=12, steps=50, lr=0.05),
+            recipe=Recipe(network=NetworkConfig(width=0.25), epochs=15, steps=60, lr=0.05),
             load=demo.demo_domain,
         ),
     )

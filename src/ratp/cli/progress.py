@@ -83,7 +83,7 @@ class _Bars:
 
     def __init__(self, run: Run, console: Console, progress: Progress) -> None:
         self._run, self._console, self._progress = run, console, progress
-        self._task = progress.add_task("", total=None, note="")
+        self._task = progress.add_task(f"[bold]{escape(run.plan.method.name)}[/] preparing", total=None, note="")
 
     def start(self, event: StageStarted) -> None:
         name = f"[bold]{escape(self._run.plan.method.name)}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
@@ -146,4 +146,4 @@ def _note(tick: Tick) -> str:
 def _summary(run: Run, event: StageFinished) -> str:
     accuracies = "  ".join(f"{name} {value:.1f}" for name, value in event.accuracy.items())
     place = f"{run.plan.method.name} {_place(run, event.stage)} {event.domain}"
-    return f"{place:<26} {accuracies}  ({event.seconds:.0f} s)"
+    return f"{place:<22} {accuracies}  ({event.seconds:.0f} s)"

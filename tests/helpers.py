@@ -1,0 +1,161 @@
+"""Small things to run on: plans of a few steps, and domains made in a millisecond."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+
+from ratp.cli.main import main
+from ratp.domain import LabelledDomain
+from ratp.method import Method
+from ratp.plan import RunPlan, RunRequest, resolve
+from ratp.randomness import Randomness
+from ratp.stream import StreamSpec, make_stream
+
+TINY: dict[str, Any] = {
+    "epochs": 2,
+    "steps": 2,
+    "batch": 8,
+    "network.width": 0.05,
+    "network.hidden": 12,
+    "network.dim": 6,
+    "memory": 24,
+}
+TINY_OPTIONS = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+CLASSES = ("north", "east", "south", "west")
+CORNERS = ((0, 0), (0, 16), (16, 16), (16, 0))
+
+
+def toy_domain(name: str, count: int = 40, *, classes: Sequence[int] = (0, 1, 2, 3), held_out: int = 0) -> LabelledDomain:
+    """Noise with a bright quarter that tells the class, in colours that tell the domain.
+
+    Args:
+        name: Name of the domain; all its chance comes from it.
+        count: Number of images.
+        classes: Classes that occur, in turn.
+        held_out: How many of the last images are its own test part; 0: it has none.
+    """
+    generator = Randomness(0).generator("toy", name)
+    labels = torch.tensor([classes[i % len(classes)] for i in range(count)])
+    images = torch.randint(120, (count, 3, 32, 32), generator=generator)
+    tint = torch.randint(40, 130, (3, 1, 1), generator=generator)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        y, x = CORNERS[label]
+        image[:, y : y + 16, x : x + 16] += tint
+    test_part = torch.arange(count) >= count - held_out if held_out else None
+    return LabelledDomain(name, images.to(torch.uint8), labels, CLASSES, test_part)
+
+
+def toy_domains(**sizes: int) -> list[LabelledDomain]:
+    """A source and targets, by name and size; three domains unless told."""
+    return [toy_domain(name, count) for name, count in (sizes or {"ink": 40, "mud": 32, "fog": 36}).items()]
+
+
+def toy_spec(domains: Sequence[LabelledDomain]) -> StreamSpec:
+    """A stream of given domains, called ``toy``."""
+    by_name = {domain.name: domain for domain in domains}
+    return StreamSpec(
+        name="toy",
+        title="Bright quarters",
+        domains=dict.fromkeys(by_name, "noise with a bright quarter"),
+        orders={"default": tuple(by_name)},
+        recipe=tiny_plan().recipe,
+        load=by_name.__getitem__,
+    )
+
+
+def tiny_plan(
+    method: str = "ratp", *, seed: int = 2022, preset: str = "official", changes: Mapping[str, Any] | None = None
+) -> RunPlan:
+    """A few steps on the embedded stream, on the processor."""
+    request = RunRequest(method=method, seed=seed, preset=preset, changes={**TINY, **(changes or {})}, device="cpu")
+    return resolve(request)
+
+
+def toy_plan(
+    method: str = "ratp",
+    domains: Sequence[LabelledDomain] | None = None,
+    *,
+    seed: int = 2022,
+    preset: str = "official",
+    changes: Mapping[str, Any] | None = None,
+) -> RunPlan:
+    """A few steps on toy domains."""
+    spec = toy_spec(domains or toy_domains())
+    plan = tiny_plan(method, seed=seed, preset=preset, changes=changes)
+    return replace(plan, spec=spec, order=spec.orders["default"])
+
+
+def toy_method(plan: RunPlan) -> tuple[Method, LabelledDomain, list[LabelledDomain]]:
+    """The method of a toy plan, untrained, with the source's training part and the targets as they were made."""
+    domains = [plan.spec.load(code) for code in plan.order]
+    stream = make_stream("toy", domains, plan.seed)
+    return plan.build_method(stream), stream.source, domains[1:]
+
+
+def tensors_of(folder: Path, name: str = "state") -> dict[str, torch.Tensor]:
+    """The tensors in a file of a run directory."""
+    return load_file(folder / f"{name}.safetensors")
+
+
+def same_tensors(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of tensors are the same, bit by bit."""
+    return some.keys() == others.keys() and all(
+        some[name].dtype == others[name].dtype and torch.equal(some[name], others[name]) for name in some
+    )
+
+
+def all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether every number is one."""
+    return all(bool(tensor.double().isfinite().all()) for tensor in tensors.values())
+
+
+def journal_of(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The journal's events, all or those of one kind."""
+    events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [e for e in events if event in (None, e["event"])]
+
+
+def accuracy_of(folder: Path) -> list[list[float]]:
+    """The accuracies in ``matrix.json``."""
+    return json.loads((folder / "matrix.json").read_text())["accuracy"]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder but the lock, with its content."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def ratp(*arguments: object) -> Outcome:
+    """Runs the command line in this process; an exception it lets out is the test's failure."""
+    out, err = io.StringIO(), io.StringIO()
+    code: Any = 0
+    with patch.object(sys, "argv", ["ratp", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return Outcome(code, out.getvalue(), err.getvalue())

@@ -1,0 +1,527 @@
+"""A run gives what its plan says, writes it down whole, and cannot be disturbed: by probes, labels or death."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import (
+    TINY,
+    TINY_OPTIONS,
+    accuracy_of,
+    all_finite,
+    files_of,
+    journal_of,
+    same_tensors,
+    tensors_of,
+    tiny_plan,
+    toy_domain,
+    toy_domains,
+    toy_plan,
+)
+from safetensors import safe_open
+
+import ratp.files
+from ratp import __version__
+from ratp.config import as_dict
+from ratp.domain import LabelledDomain
+from ratp.errors import RunDirectoryError
+from ratp.inference import classify
+from ratp.methods import METHODS
+from ratp.network import Network
+from ratp.record import read_run
+from ratp.run import Probed, Run, StageFinished, StageStarted, Trained, TrainingError
+
+DOMAINS = ("ink", "mud", "fog")
+STAGES = len(DOMAINS)
+STEPS = TINY["epochs"] * TINY["steps"]
+# RaTP on toy domains hands out a start, its steps and an end for each stage.
+EVENTS = STAGES * (STEPS + 2)
+
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    """A complete, undisturbed run on toy domains, by method."""
+    folders = {}
+    for method in METHODS:
+        folders[method] = tmp_path_factory.mktemp("untouched") / method
+        Run(toy_plan(method), folders[method]).execute()
+    return folders
+
+
+def assert_same_result(folder, other):
+    assert same_tensors(tensors_of(folder), tensors_of(other))
+    assert (folder / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+    assert (folder / "matrix.json").read_bytes() == (other / "matrix.json").read_bytes()
+
+
+def assert_whole_journal(folder, method="ratp"):
+    """Every epoch, start and end of a stage once, in order, as in a run that was never disturbed."""
+    trained = [stage for stage in range(STAGES) if stage == 0 or method == "ratp"]
+    epochs = [(e["stage"], e["epoch"]) for e in journal_of(folder, "epoch")]
+    assert epochs == [(stage, epoch) for stage in trained for epoch in range(TINY["epochs"])]
+    for kind in ("stage_started", "stage_finished"):
+        assert [(e["stage"], e["domain"]) for e in journal_of(folder, kind)] == list(enumerate(DOMAINS))
+    rows = [list(e["accuracy"].values()) for e in journal_of(folder, "stage_finished")]
+    assert rows == accuracy_of(folder)
+    assert len(journal_of(folder, "run_finished")) == 1
+
+
+def stop_after(run, count):
+    """Takes ``count`` events of a run, then abandons it as a crash would; returns them."""
+    events = run.events()
+    taken = [next(events) for _ in range(count)]
+    events.close()
+    return taken
+
+
+class TestDirectory:
+    """What a run on the embedded stream leaves on disk."""
+
+    @pytest.fixture(scope="class", params=sorted(METHODS))
+    def run(self, request, tmp_path_factory):
+        run = Run(tiny_plan(request.param), tmp_path_factory.mktemp("demo") / "run")
+        run.execute()
+        return run
+
+    def test_it_holds_these_files(self, run):
+        files = {"config.json", "environment.json", "journal.jsonl", "matrix.json"}
+        files |= {"state.safetensors", "weights.safetensors"}
+        assert files_of(run.folder).keys() == files | ({"samples.safetensors"} if run.plan.method.name == "ratp" else set())
+
+    def test_the_config_spells_out_every_value(self, run):
+        config = json.loads((run.folder / "config.json").read_text())
+        assert config["recipe"] == as_dict(run.plan.recipe)
+        assert config["switches"] == as_dict(run.plan.config)
+        assert config["order"] == ["scan", "photo", "font", "street"]
+        assert config["changed"] == TINY
+        told = (config["method"], config["stream"], config["seed"], config["preset"], config["ratp"], config["schema"])
+        assert told == (run.plan.method.name, "demo", 2022, "official", __version__, 1)
+        assert config["data"] == {code: run.plan.spec.load(code).fingerprint() for code in config["order"]}
+        assert len(config["fingerprint"]) == 64
+
+    def test_the_environment_names_versions_and_device(self, run):
+        environment = json.loads((run.folder / "environment.json").read_text())
+        assert (environment["ratp"], environment["device"]) == (__version__, "cpu")
+        assert environment["packages"]["torch"] == torch.__version__.split("+")[0]
+        assert environment["threads"] == torch.get_num_threads()
+        assert environment["determinism"] == "bitwise on one machine"
+
+    def test_the_journal_has_a_line_an_epoch_and_a_stage(self, run):
+        domains = ["scan", "photo", "font", "street"]
+        trained = domains if run.plan.method.name == "ratp" else domains[:1]
+        kinds = [e["event"] for e in journal_of(run.folder)]
+        assert kinds[0] == "run_started"
+        assert kinds[-1] == "run_finished"
+        assert [(e["domain"], e["epoch"]) for e in journal_of(run.folder, "epoch")] == [(d, e) for d in trained for e in (0, 1)]
+        assert [e["domain"] for e in journal_of(run.folder, "stage_started")] == domains
+        assert [e["domain"] for e in journal_of(run.folder, "stage_finished")] == domains
+        assert not journal_of(run.folder, "probe")
+        first = journal_of(run.folder, "epoch")[0]
+        assert first["means"]["total"] > 0
+        assert first["statistics"]["lr"] == run.plan.recipe.lr
+        assert all(e["seconds"] >= 0 for e in journal_of(run.folder) if "seconds" in e)
+
+    def test_the_matrix_has_a_row_a_stage_and_the_metrics(self, run):
+        matrix = json.loads((run.folder / "matrix.json").read_text())
+        assert matrix["domains"] == ["scan", "photo", "font", "street"]
+        assert [len(row) for row in matrix["accuracy"]] == [4] * 4
+        assert matrix["metrics"]["TDA"]["font"] == matrix["accuracy"][2][2]
+        assert matrix["metrics"]["TDG"]["photo"] == matrix["accuracy"][0][1]
+        assert matrix["metrics"]["FA"]["font"] == matrix["accuracy"][3][2]
+
+    def test_the_weights_are_the_network_of_the_state(self, run):
+        weights = tensors_of(run.folder, "weights")
+        state = tensors_of(run.folder)
+        assert all_finite(state)
+        assert same_tensors(weights, {n[8:]: t for n, t in state.items() if n.startswith("network.")})
+        with safe_open(run.folder / "weights.safetensors", framework="pt") as file:
+            about = file.metadata()
+        assert json.loads(about["classes"]) == list("0123456789")
+        assert about["fingerprint"] == json.loads((run.folder / "config.json").read_text())["fingerprint"]
+
+    def test_the_weights_alone_give_the_last_row_of_the_matrix(self, run):
+        network = Network(run.plan.recipe.network, 10)
+        network.load_state_dict(tensors_of(run.folder, "weights"))
+        for test, expected in zip(run.stream.tests, accuracy_of(run.folder)[-1], strict=True):
+            predicted = classify(network, test.images, run.method.scaling).argmax(dim=1)
+            assert 100 * float((predicted == test.labels).double().mean()) == pytest.approx(expected, abs=1e-9)
+
+    def test_samples_are_images_and_what_was_made_of_them(self, run):
+        if run.plan.method.name != "ratp":
+            pytest.skip("only methods that augment keep samples")
+        samples = tensors_of(run.folder, "samples")
+        assert torch.equal(samples.pop("original"), run.stream.source.images[:10])
+        assert len(samples) == 3
+        assert all(t.shape == (10, 3, 32, 32) and t.dtype == torch.uint8 for t in samples.values())
+
+    def test_it_is_read_back_as_it_was(self, run):
+        record = read_run(run.folder)
+        assert record == run.record()
+        assert record.matrix == run.matrix
+        assert record.matrix.complete
+
+
+class TestSeeds:
+    @every_method
+    def test_the_same_seed_gives_the_same_bits(self, untouched, method, tmp_path):
+        torch.manual_seed(99)  # what the program around a run draws from torch is no concern of the run
+        before = torch.random.get_rng_state()
+        Run(toy_plan(method), tmp_path / "run").execute()
+        assert_same_result(tmp_path / "run", untouched[method])
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    @every_method
+    def test_another_seed_gives_other_weights(self, untouched, method, tmp_path):
+        Run(toy_plan(method, seed=2023), tmp_path / "run").execute()
+        mine, theirs = tensors_of(tmp_path / "run", "weights"), tensors_of(untouched[method], "weights")
+        assert not any(torch.equal(mine[name], theirs[name]) for name in mine if name.endswith("weight") and mine[name].ndim > 1)
+
+
+class TestProbe:
+    @pytest.fixture(scope="class", params=sorted(METHODS))
+    def probed(self, request, tmp_path_factory):
+        run = Run(toy_plan(request.param), tmp_path_factory.mktemp("probed") / "run", probe=True)
+        return run, list(run.events())
+
+    def test_it_changes_no_bit(self, probed, untouched):
+        run, _ = probed
+        assert_same_result(run.folder, untouched[run.plan.method.name])
+
+    def test_it_measures_before_during_and_after_a_stage(self, probed):
+        run, _ = probed
+        for stage, name in enumerate(DOMAINS):
+            progress = [e["progress"] for e in journal_of(run.folder, "probe") if e["stage"] == stage]
+            trains = stage == 0 or run.plan.method.name == "ratp"
+            assert progress == ([0.0, 0.5, 1.0] if trains else [0.0, 1.0])
+            assert {e["domain"] for e in journal_of(run.folder, "probe") if e["stage"] == stage} == {name}
+
+    def test_its_curve_starts_and_ends_at_the_matrix(self, probed):
+        run, _ = probed
+        accuracy = accuracy_of(run.folder)
+        for stage, name in enumerate(DOMAINS):
+            curve = [e["accuracy"][name] for e in journal_of(run.folder, "probe") if e["stage"] == stage]
+            assert curve[-1] == accuracy[stage][stage]
+            if stage:
+                assert curve[0] == accuracy[stage - 1][stage]
+
+    def test_it_is_handed_out_as_it_is_written(self, probed):
+        run, events = probed
+        written = [(e["stage"], e["progress"], e["accuracy"]) for e in journal_of(run.folder, "probe")]
+        assert [(e.stage, e.progress, e.accuracy) for e in events if isinstance(e, Probed)] == written
+
+    def test_it_is_in_the_journal_once_after_a_resume(self, probed, tmp_path):
+        run, events = probed
+        stop_after(Run(run.plan, tmp_path / "run", probe=True), len(events) - 2)
+        Run(run.plan, tmp_path / "run", probe=True).execute()
+        assert [e["accuracy"] for e in journal_of(tmp_path / "run", "probe")] == [
+            e["accuracy"] for e in journal_of(run.folder, "probe")
+        ]
+
+
+class TestEvents:
+    def test_they_tell_the_whole_story(self, tmp_path):
+        run = Run(toy_plan(), tmp_path / "run")
+        events = list(run.events())
+        assert len(events) == EVENTS
+        for stage, name in enumerate(DOMAINS):
+            start, *steps, end = events[stage * (STEPS + 2) : (stage + 1) * (STEPS + 2)]
+            assert isinstance(start, StageStarted)
+            assert (start.stage, start.domain, start.steps) == (stage, name, STEPS)
+            assert start.images == len(run.stream.source if stage == 0 else run.stream.targets[stage - 1])
+            assert all(isinstance(step, Trained) and step.stage == stage for step in steps)
+            assert [(s.tick.epoch, s.tick.step, s.tick.epoch_done) for s in steps] == [
+                (0, 1, False), (0, 2, True), (1, 1, False), (1, 2, True),
+            ]  # fmt: skip
+            assert isinstance(end, StageFinished)
+            assert dict(end.accuracy) == dict(zip(DOMAINS, accuracy_of(run.folder)[stage], strict=True))
+
+    def test_means_are_over_the_epoch_so_far(self, tmp_path):
+        plan = toy_plan("source-only", changes={"steps": 3, "epochs": 1})
+        seen, losses = [], []
+        run = Run(plan, tmp_path / "run")
+        original = run.method.source_phases
+
+        def watched(domain):
+            (phase,) = original(domain)
+            step = phase.step
+
+            def noted():
+                result = step()
+                losses.append(float(result["total"]))
+                return result
+
+            phase.step = noted
+            return [phase]
+
+        run.method.source_phases = watched
+        seen = [float(e.tick.means["total"]) for e in run.events() if isinstance(e, Trained)]
+        assert seen == pytest.approx([sum(losses[: i + 1]) / (i + 1) for i in range(3)], rel=1e-6)
+
+
+class TestInterrupted:
+    """Whatever stops a run, the same plan on the same folder ends where an undisturbed run ends."""
+
+    @pytest.mark.parametrize("count", range(EVENTS + 1))
+    def test_stopped_after_any_event(self, untouched, count, tmp_path):
+        folder = tmp_path / "run"
+        taken = stop_after(Run(toy_plan(), folder), count)
+        finished = sum(isinstance(e, StageFinished) for e in taken)
+
+        continued = list(Run(toy_plan(), folder).events())
+        assert {e.stage for e in continued if isinstance(e, StageStarted)} == set(range(finished, STAGES))
+        assert sum(isinstance(e, Trained) for e in continued) == (STAGES - finished) * STEPS
+        assert_same_result(folder, untouched["ratp"])
+        assert_whole_journal(folder)
+
+    @pytest.mark.parametrize("count", [1, 3, STEPS + 1, STEPS + 2, STEPS + 3, STEPS + 4])
+    def test_stopped_without_training_on_targets(self, untouched, count, tmp_path):
+        stop_after(Run(toy_plan("source-only"), tmp_path / "run"), count)
+        Run(toy_plan("source-only"), tmp_path / "run").execute()
+        assert_same_result(tmp_path / "run", untouched["source-only"])
+        assert_whole_journal(tmp_path / "run", "source-only")
+
+    def test_stopped_again_and_again(self, untouched, tmp_path):
+        folder = tmp_path / "run"
+        for count in (3, STEPS + 2, 2, STEPS + 4, 1):
+            stop_after(Run(toy_plan(), folder), count)
+        Run(toy_plan(), folder).execute()
+        assert_same_result(folder, untouched["ratp"])
+        assert_whole_journal(folder)
+        assert [e["finished_stages"] for e in journal_of(folder, "run_resumed")] == [1, 1, 2, 2]
+
+    @pytest.mark.parametrize("stage", range(STAGES))
+    @pytest.mark.parametrize("cut", ["whole line", "half a line"])
+    def test_state_is_ahead_of_matrix_and_journal(self, untouched, stage, cut, tmp_path):
+        """The moment after the state was replaced, before anything else was."""
+        folder = tmp_path / "run"
+        before = stage * (STEPS + 2) + 1
+        stop_after(Run(toy_plan(), folder), before)
+        old_matrix = (folder / "matrix.json").read_bytes()
+        shutil.rmtree(folder)
+        stop_after(Run(toy_plan(), folder), before + STEPS + 1)
+        lines = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
+        assert json.loads(lines[-1])["event"] == "stage_finished"
+        torn = "".join(lines[:-1]) + (lines[-1][: len(lines[-1]) // 2] if cut == "half a line" else "")
+        (folder / "journal.jsonl").write_text(torn)
+        (folder / "matrix.json").write_bytes(old_matrix)
+
+        continued = list(Run(toy_plan(), folder).events())
+        assert sum(isinstance(e, Trained) for e in continued) == (STAGES - stage - 1) * STEPS
+        assert_same_result(folder, untouched["ratp"])
+        assert_whole_journal(folder)
+
+    def test_stopped_before_the_weights_were_written(self, untouched, tmp_path):
+        shutil.copytree(untouched["ratp"], tmp_path / "run")
+        (tmp_path / "run" / "weights.safetensors").unlink()
+        assert list(Run(toy_plan(), tmp_path / "run").events()) == []
+        assert_same_result(tmp_path / "run", untouched["ratp"])
+
+    @pytest.mark.parametrize("leftover", [False, True], ids=["between files", "within a file"])
+    @pytest.mark.parametrize("write", range(5 + 2 * STAGES + 1))
+    def test_killed_at_any_write(self, untouched, write, leftover, tmp_path, monkeypatch):
+        """Each file in turn is the one that was about to be replaced, or had a half-written stand-in."""
+        folder = tmp_path / "run"
+        real, written = ratp.files.write_bytes, []
+
+        class Killed(BaseException):
+            pass
+
+        def dying(path, data):
+            if len(written) == write:
+                if leftover:
+                    (path.parent / f".{path.name}.a1b2c3").write_bytes(data[: len(data) // 2])
+                raise Killed
+            written.append(path.name)
+            real(path, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ratp.files, "write_bytes", dying)
+            with pytest.raises(Killed):
+                Run(toy_plan(), folder).execute()
+        Run(toy_plan(), folder).execute()
+        assert_same_result(folder, untouched["ratp"])
+        assert_whole_journal(folder)
+
+    @pytest.mark.parametrize("count", [1, 3, STEPS + 1, STEPS + 2, STEPS + 4])
+    def test_the_same_run_object_goes_on_too(self, untouched, count, tmp_path):
+        """As in a notebook: interrupted, then executed once more."""
+        run = Run(toy_plan(), tmp_path / "run")
+        stop_after(run, count)
+        run.execute()
+        assert_same_result(run.folder, untouched["ratp"])
+        assert_whole_journal(run.folder)
+
+    def test_killed_for_good_in_the_middle_of_a_stage(self, tmp_path):
+        """A real process, a real signal 9, the same command again."""
+        command = [sys.executable, "-m", "ratp.cli.main", "run", "--quiet", "--out"]
+        command = [sys.executable, "-c", "from ratp.cli.main import main; main()", *command[3:], str(tmp_path / "run")]
+        command += [*TINY_OPTIONS, "--set", "epochs=40", "--order", "scan,photo", "--subset", "--device", "cpu"]
+        journal = tmp_path / "run" / "journal.jsonl"
+        with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+            deadline = time.monotonic() + 60
+            while not (journal.exists() and '"stage": 1, "domain": "photo", "phase"' in journal.read_text()):
+                assert process.poll() is None, "the run ended before it could be killed"
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        assert len(accuracy_of(tmp_path / "run")) == 1
+        interrupted = journal_of(tmp_path / "run", "epoch")
+        assert 40 < len(interrupted) < 80
+
+        again = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=60, check=False)
+        assert (again.returncode, again.stdout, again.stderr) == (0, b"", b"")
+        plan = replace(tiny_plan(changes={"epochs": 40}), order=("scan", "photo"))
+        Run(plan, tmp_path / "untouched").execute()
+        assert_same_result(tmp_path / "run", tmp_path / "untouched")
+        assert len(journal_of(tmp_path / "run", "epoch")) == 80
+        assert journal_of(tmp_path / "run", "epoch")[:40] == interrupted[:40]
+
+
+class TestComplete:
+    @every_method
+    def test_it_trains_nothing_and_changes_nothing(self, untouched, method, tmp_path):
+        folder = tmp_path / "run"
+        shutil.copytree(untouched[method], folder)
+        before = files_of(folder)
+        run = Run(toy_plan(method), folder)
+        assert list(run.events()) == []
+        assert files_of(folder) == before
+        assert run.matrix.complete
+
+    def test_its_method_can_be_used(self, untouched):
+        run = Run(toy_plan(), untouched["ratp"])
+        run.execute()
+        assert same_tensors(run.method.state(), tensors_of(untouched["ratp"]))
+
+
+class TestFirewall:
+    """Target labels reach nothing but the evaluator."""
+
+    @every_method
+    def test_scrambled_target_labels_give_the_same_bits(self, untouched, method, tmp_path):
+        source, *targets = toy_domains()
+        scrambled = [replace(t, labels=(t.labels + 1 + torch.arange(len(t)) % 3) % 4) for t in targets]
+        assert all(not (s.labels == t.labels).any() for s, t in zip(scrambled, targets, strict=True))
+        Run(toy_plan(method, [source, *scrambled]), tmp_path / "run").execute()
+        assert same_tensors(tensors_of(tmp_path / "run"), tensors_of(untouched[method]))
+        assert same_tensors(tensors_of(tmp_path / "run", "weights"), tensors_of(untouched[method], "weights"))
+
+    def test_scrambled_source_labels_do_not(self, untouched, tmp_path):
+        """The control: a stream whose labels nobody reads would pass the test above."""
+        source, *targets = toy_domains()
+        scrambled = replace(source, labels=(source.labels + 1) % 4)
+        Run(toy_plan("ratp", [scrambled, *targets]), tmp_path / "run").execute()
+        assert not same_tensors(tensors_of(tmp_path / "run"), tensors_of(untouched["ratp"]))
+
+    def test_test_images_of_targets_are_not_trained_on(self, tmp_path):
+        source, target = toy_domain("ink"), toy_domain("mud", 40, held_out=12)
+        other = target.images.clone()
+        other[-12:] = 255 - other[-12:]
+        for name, images in (("a", target.images), ("b", other)):
+            Run(toy_plan("ratp", [source, replace(target, images=images)]), tmp_path / name).execute()
+        assert same_tensors(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+
+    @every_method
+    def test_types_are_checked(self, method):
+        run = Run(toy_plan(method), "unused")
+        labelled = run.plan.spec.load("mud")
+        assert isinstance(labelled, LabelledDomain)
+        with pytest.raises(TypeError, match="UnlabelledDomain"):
+            run.method.adapt(labelled)
+        with pytest.raises(TypeError, match="LabelledDomain"):
+            run.method.fit_source(labelled.unlabelled())
+
+    def test_a_target_has_nowhere_to_keep_labels(self):
+        target = Run(toy_plan("source-only"), "unused").stream.targets[0]
+        assert set(vars(target)) == {"name", "images"}
+        with pytest.raises(AttributeError):
+            target.labels = torch.zeros(len(target))
+        assert not hasattr(target, "labels")
+
+
+class TestFolder:
+    def test_nothing_is_written_before_the_run_starts(self, tmp_path):
+        run = Run(toy_plan(), tmp_path / "run")
+        run.events()
+        assert not (tmp_path / "run").exists()
+
+    def test_folders_above_it_are_made(self, tmp_path):
+        stop_after(Run(toy_plan("source-only"), str(tmp_path / "画像" / "naïve ü" / "run")), 1)
+        assert (tmp_path / "画像" / "naïve ü" / "run" / "config.json").is_file()
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"changes": {"lr": 0.5}}, "lr: 0.05 there, 0.5 asked for"),
+            ({"changes": {"pca.scale": 3, "epochs": 4}}, "epochs: 2 there, 4 asked for; pca.scale: 12.0 there, 3.0 asked for"),
+            ({"seed": 1}, "seed: 2022 there, 1 asked for"),
+            ({"method": "source-only"}, "method: ratp there, source-only asked for"),
+            ({"domains": toy_domains(ink=40, fog=36, mud=32)}, "order: ink>mud>fog there, ink>fog>mud asked for"),
+            ({"domains": toy_domains(ink=40, mud=32, fog=35)}, "the images have changed since"),
+        ],
+        ids=["recipe", "switch", "seed", "method", "order", "images"],
+    )  # fmt: skip
+    def test_another_run_is_refused_and_the_differences_told(self, untouched, changes, told, tmp_path):
+        folder = tmp_path / "run"
+        shutil.copytree(untouched["ratp"], folder)
+        before = files_of(folder)
+        with pytest.raises(RunDirectoryError) as caught:
+            Run(toy_plan(**changes), folder).execute()
+        assert told in str(caught.value)
+        assert "--out" in str(caught.value)
+        assert files_of(folder) == before
+
+    def test_a_state_of_another_run_is_refused(self, untouched, tmp_path):
+        shutil.copytree(untouched["ratp"], tmp_path / "run")
+        Run(toy_plan(seed=5), tmp_path / "other").execute()
+        shutil.copy(tmp_path / "other" / "state.safetensors", tmp_path / "run")
+        with pytest.raises(RunDirectoryError, match="belongs to another run"):
+            Run(toy_plan(), tmp_path / "run").execute()
+
+
+class TestNotANumber:
+    def test_the_stage_fails_and_the_stages_before_it_stay(self, tmp_path):
+        run = Run(toy_plan(), tmp_path / "run")
+        events = run.events()
+        for event in events:
+            if isinstance(event, StageFinished):
+                break
+        kept = files_of(run.folder)
+        with torch.no_grad():
+            run.method.network.classifier.weight.fill_(float("nan"))
+        with pytest.raises(TrainingError, match=r"in epoch 0 of stage 1 \(mud\).*--set lr"):
+            list(events)
+        assert files_of(run.folder)["state.safetensors"] == kept["state.safetensors"]
+        assert files_of(run.folder)["matrix.json"] == kept["matrix.json"]
+
+    def test_it_can_go_on_afterwards(self, untouched, tmp_path):
+        run = Run(toy_plan(), tmp_path / "run")
+        events = run.events()
+        for _ in range(STEPS + 2):
+            next(events)
+        with torch.no_grad():
+            run.method.network.classifier.weight.fill_(float("nan"))
+        with pytest.raises(TrainingError):
+            list(events)
+        Run(toy_plan(), tmp_path / "run").execute()
+        assert_same_result(tmp_path / "run", untouched["ratp"])
+
+    @every_method
+    def test_a_last_step_that_ruins_the_network_is_noticed(self, method, tmp_path):
+        """The loss was a number before the step; nothing of the network is after it."""
+        plan = toy_plan(method, toy_domains(ink=40, mud=32), changes={"epochs": 1, "steps": 1, "lr": 1e38})
+        with pytest.raises(TrainingError):
+            Run(plan, tmp_path / "run").execute()
+        assert not (tmp_path / "run" / "state.safetensors").exists()
