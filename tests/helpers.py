@@ -36,7 +36,9 @@ CLASSES = ("north", "east", "south", "west")
 CORNERS = ((0, 0), (0, 16), (16, 16), (16, 0))
 
 
-def toy_domain(name: str, count: int = 40, *, classes: Sequence[int] = (0, 1, 2, 3), held_out: int = 0) -> LabelledDomain:
+def toy_domain(
+    name: str, count: int = 40, *, classes: Sequence[int] = (0, 1, 2, 3), held_out: int = 0
+) -> LabelledDomain:
     """Noise with a bright quarter that tells the class, in colours that tell the domain.
 
     Args:
@@ -90,9 +92,10 @@ def toy_plan(
     preset: str = "official",
     changes: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """A few steps on toy domains."""
+    """A few steps on toy domains, with small kernels where there are kernels."""
     spec = toy_spec(domains or toy_domains())
-    plan = tiny_plan(method, seed=seed, preset=preset, changes=changes)
+    kernels = {"randmix.kernel_sizes": "3,5"} if method == "ratp" else {}
+    plan = tiny_plan(method, seed=seed, preset=preset, changes={**kernels, **(changes or {})})
     return replace(plan, spec=spec, order=spec.orders["default"])
 
 

@@ -111,7 +111,7 @@ def read_run(path: Path | str) -> RunRecord:
     wrong = [f"{name} {config[name]!r}" for name, kind in _CONFIG_KEYS.items() if not isinstance(config[name], kind)]
     parts = {"environment": (environment, dict), "matrix": (matrix, dict), "journal": (journal, list)}
     wrong += [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
-    if wrong or not all(isinstance(event, dict) for event in journal):
+    if wrong or not all(_is_event(event) for event in journal):
         raise RunDirectoryError(f"{path} is damaged: {', '.join(wrong) or 'the journal'} is not what it should be.")
     try:
         parsed = Matrix.from_json(matrix)
@@ -134,7 +134,10 @@ _CONFIG_KEYS: dict[str, type] = {
 
 
 def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
-    data = read_json(path)
+    try:
+        data = read_json(path)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{error} Give a run directory or an exported result.") from error
     if data.get("kind") != RESULT_KIND:
         raise RunDirectoryError(f"{path} is no ratp result file; give a run directory or an exported result.")
     if data.get("schema") != SCHEMA:
@@ -149,6 +152,16 @@ def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
         raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
     config, environment, matrix = (read_json(path / f"{name}.json") for name in ("config", "environment", "matrix"))
     return config, environment, matrix, read_journal(path / "journal.jsonl")
+
+
+def _is_event(event: Any) -> bool:
+    """Whether an item of a journal is what a run writes, as far as its readers rely on it."""
+    return (
+        isinstance(event, dict)
+        and isinstance(event.get("event"), str)
+        and isinstance(event.get("stage", 0), int)
+        and isinstance(event.get("seconds", 0), int | float)
+    )
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -171,7 +184,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise RunDirectoryError(f"{path}:{number} is damaged: {error}.") from error
-        if not isinstance(event, dict):
-            raise RunDirectoryError(f"{path}:{number} is damaged: expected a JSON object.")
+        if not _is_event(event):
+            raise RunDirectoryError(f"{path}:{number} is damaged: it is no event of a run.")
         events.append(event)
     return events

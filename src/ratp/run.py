@@ -29,6 +29,7 @@ from ratp.record import RunRecord, read_journal, read_run
 from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
+_START_ANEW = "Remove the folder to start anew, or choose another with --out."
 
 
 class TrainingError(RatpError):
@@ -156,7 +157,14 @@ class Run:
             raise RunDirectoryError(
                 f"{self.folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
             )
-        there = read_json(self.folder / "config.json")
+        try:
+            there = read_json(self.folder / "config.json")
+        except RunDirectoryError as error:
+            raise RunDirectoryError(f"{error} {_START_ANEW}") from error
+        if "fingerprint" not in there or "method" not in there:
+            raise RunDirectoryError(
+                f"{self.folder} holds a config.json that ratp did not write. Choose another folder with --out."
+            )
         if there.get("fingerprint") != self.config["fingerprint"]:
             raise RunDirectoryError(
                 f"{self.folder} holds another run. {_differences(there, self.config)} Choose another folder with --out."
@@ -173,23 +181,23 @@ class Run:
             write_json(self.folder / "config.json", self.config)
             self._note("run_started")
             return
-        state, about = read_tensors(state_file)
         try:
+            state, about = read_tensors(state_file)
             if about["fingerprint"] != self.config["fingerprint"]:
-                raise RunDirectoryError(f"{state_file} belongs to another run.")
+                raise RunDirectoryError("it belongs to another run")
             self.matrix = Matrix.from_json(json.loads(about["matrix"]))
-            finished = json.loads(about["stage_events"])
+            finished = list(json.loads(about["stage_events"]))
             self.method.load_state(state)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise RunDirectoryError(
-                f"{state_file} does not fit this run ({error}). Remove the folder to start anew."
-            ) from error
+        except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {_START_ANEW}") from error
         # The state is what counts: matrix and journal are brought in line with it.
         journal = self.folder / "journal.jsonl"
         kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
         kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
         write_text(journal, "".join(json.dumps(e) + "\n" for e in kept))
         write_json(self.folder / "matrix.json", self.matrix.to_json())
+        if not (self.folder / "environment.json").exists():
+            write_json(self.folder / "environment.json", describe_environment(self.plan.device))
         if not self.matrix.complete:
             self._note("run_resumed", finished_stages=self.matrix.stages)
 

@@ -6,6 +6,7 @@ evaluator reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -51,7 +52,7 @@ STREAMS: dict[str, StreamSpec] = {
             title="Embedded digits, 32×32: real scans, then photographs, fonts and street numbers",
             domains=demo.DOMAINS,
             orders={"default": tuple(demo.DOMAINS), "reverse": tuple(reversed(demo.DOMAINS))},
-            recipe=Recipe(network=NetworkConfig(width=0.25), epochs=15, steps=60, lr=0.05),
+            recipe=Recipe(network=NetworkConfig(width=0.25), epochs=12, steps=50, lr=0.05),
             load=demo.demo_domain,
         ),
     )
@@ -121,7 +122,8 @@ def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[s
     example = ">".join(spec.orders["default"])
     if len(codes) == 1:
         raise ConfigError(
-            unknown("order", text, spec.orders) + f" Or write the domains one after another, e.g. {example!r}."
+            unknown("order", text, spec.orders)
+            + f" Or write the domains one after another, e.g. '{example}', in quotes: a shell takes > for itself."
         )
     problems = [f"the order {text!r} has an empty place: write e.g. {example!r}."] if "" in codes else []
     problems += [
@@ -166,6 +168,11 @@ def make_stream(name: str, domains: list[LabelledDomain], seed: int) -> Stream:
         for t in targets
         if t.images.shape[2:] != source.images.shape[2:]
     ]
+    problems += [
+        f"two domains are called {name!r}: give each its own name."
+        for name, count in Counter(domain.name for domain in domains).items()
+        if count > 1
+    ]
     if problems:
         raise ConfigError(problems)
     if source.held_out is None:
@@ -184,6 +191,12 @@ def make_stream(name: str, domains: list[LabelledDomain], seed: int) -> Stream:
 def _train_and_test(domain: LabelledDomain) -> tuple[LabelledDomain, LabelledDomain]:
     if domain.held_out is None:
         return domain, domain
+    tests = int(domain.held_out.sum())
+    if tests in (0, len(domain)):
+        raise ConfigError(
+            f"domain {domain.name!r} with {len(domain)} images cannot be split: {tests} would be for testing, "
+            f"{len(domain) - tests} for training. Both need at least one; give it more images a class."
+        )
     return domain.subset(~domain.held_out), domain.subset(domain.held_out)
 
 

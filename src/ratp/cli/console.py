@@ -28,6 +28,11 @@ def _console(*, stderr: bool) -> Console:
     return console
 
 
+def say(text: str) -> None:
+    """A quiet line to standard error, never wrapped, so that paths and commands can be copied."""
+    stderr().print(text, style="dim", markup=False, soft_wrap=True)
+
+
 def print_json(data: Any) -> None:
     """Writes one JSON document to standard output, as it is."""
-    print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(data, indent=2, allow_nan=False))

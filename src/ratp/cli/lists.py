@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -31,7 +31,7 @@ def list_methods(context: typer.Context, json_: Json = False) -> None:
         return
     table = Table("name", "what it is", "family", box=None, header_style="bold", pad_edge=False)
     for method in METHODS.values():
-        table.add_row(f"[bold cyan]{method.name}[/]", escape(method.title), method.family)
+        table.add_row(f"[bold cyan]{escape(method.name)}[/]", escape(method.title), escape(method.family))
     stdout().print(table)
     stderr().print("[dim]ratp methods show NAME explains one and lists its switches.[/]")
 
@@ -49,20 +49,25 @@ def show_method(
         print_json({"name": method.name, "paper": method.paper, "preset": preset, "switches": as_dict(config)})
         return
     console = stdout()
-    console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{method.family}[/]\n")
+    console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{escape(method.family)}[/]\n")
     console.print(f"Presets: {', '.join((DEFAULT_PRESET, *method.presets))}. Values below: [bold]{preset}[/].\n")
+    _print_switches(config, preset_config(method, DEFAULT_PRESET, ""))
+    console.print("[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")
+
+
+def _print_switches(config: Any, default: Any) -> None:
+    """A table of all leaves of a configuration; those that are not the default's stand out."""
+    usual = as_dict(default)
     table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
-    default = as_dict(preset_config(method, DEFAULT_PRESET, ""))
     for item in switches(config):
         text = ",".join(map(str, item.value)) if isinstance(item.value, tuple) else str(item.value)
-        mark = "yellow" if as_dict(config)[item.name] != default[item.name] else "green"
+        mark = "yellow" if as_dict(config)[item.name] != usual[item.name] else "green"
         row = f" [dim]#{item.row}[/]" if item.row else ""
-        options = f" [dim]({item.kind.removeprefix('one of ')})[/]" if item.kind.startswith("one of") else ""
-        table.add_row(
-            f"[cyan]{item.name}[/]", f"[{mark}]{escape(text)}[/]", f"{escape(item.explanation)}{options}{row}"
-        )
-    console.print(table)
-    console.print("\n[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")
+        options = f" [dim]({escape(item.kind.removeprefix('one of '))})[/]" if item.kind.startswith("one of") else ""
+        name, value = f"[cyan]{escape(item.name)}[/]", f"[{mark}]{escape(text)}[/]"
+        table.add_row(name, value, f"{escape(item.explanation)}{options}{row}")
+    stdout().print(table)
+    stdout().print()
 
 
 @streams.callback(invoke_without_command=True)
@@ -84,13 +89,13 @@ def list_streams(context: typer.Context, json_: Json = False) -> None:
         return
     console = stdout()
     for spec in STREAMS.values():
-        console.print(f"[bold cyan]{spec.name}[/]  {escape(spec.title)}")
+        console.print(f"[bold cyan]{escape(spec.name)}[/]  {escape(spec.title)}")
         table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
         for code, description in spec.domains.items():
-            table.add_row(f"[bold]{code}[/]", escape(description))
+            table.add_row(f"[bold]{escape(code)}[/]", escape(description))
         console.print(table)
         for name, order in spec.orders.items():
-            console.print(f"  [dim]order {name}:[/] {'>'.join(order)}")
+            console.print(f"  [dim]order {escape(name)}:[/] {escape('>'.join(order))}")
     stderr().print("[dim]ratp streams show NAME writes a sheet of sample images.[/]")
 
 
@@ -112,9 +117,10 @@ def show_stream(
         rows = [{"domain": d.name, "images": len(d), "held_out": h} for d, h in zip(domains, held_out, strict=True)]
         print_json({"stream": name, "sheet": str(path), "domains": rows})
         return
+    _print_switches(spec.recipe, spec.recipe)
     table = Table("domain", "images", "test part", "what it is", box=None, header_style="bold", pad_edge=False)
     for domain in domains:
         test = "–" if domain.held_out is None else str(int(domain.held_out.sum()))
-        table.add_row(f"[bold cyan]{domain.name}[/]", str(len(domain)), test, escape(spec.domains[domain.name]))
+        table.add_row(f"[bold cyan]{escape(domain.name)}[/]", str(len(domain)), test, escape(spec.domains[domain.name]))
     stdout().print(table)
     stdout().print(f"Contact sheet: {path}", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -15,7 +16,6 @@ from ratp.version import __version__
 
 app = typer.Typer(
     help="Continual domain shift learning: RaTP and the methods it is compared with.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -46,13 +46,13 @@ def options(
 
 def main() -> None:
     """Runs the command line; a mistake of the user's gives a message and exit code 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where × and ✓ do not exist
     try:
-        app()
+        app(sys.argv[1:] or ["--help"], prog_name="ratp")
     except RatpError as error:
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:
             stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        stderr().print("\n[yellow]Interrupted.[/] The same command continues with the stage it was in.")
-        sys.exit(130)

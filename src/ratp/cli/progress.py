@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,22 +34,31 @@ class Display(Protocol):
 
 
 def follow(run: Run, console: Console, *, quiet: bool) -> None:
-    """Drives a run to its end and shows it."""
+    """Drives a run to its end and shows it. Ctrl-C ends the program with a word on how to go on."""
+    try:
+        _follow(run, console, quiet=quiet)
+    except KeyboardInterrupt:
+        console.print("\n[yellow]Interrupted.[/] The same command continues with the stage it was in.", soft_wrap=True)
+        sys.exit(130)
+
+
+def _follow(run: Run, console: Console, *, quiet: bool) -> None:
     if quiet:
         for _ in run.events():
             pass
         return
     with _display(run, console) as display:
-        done = run.matrix.stages
-        _show(run.events(), display)
-        if done == run.matrix.stages == len(run.stream.order):
-            console.print(f"[dim]{escape(str(run.folder))} is complete already; nothing to train.[/]")
+        trained = _show(run.events(), display)
+    if not trained:
+        console.print(f"[dim]{escape(str(run.folder))} is complete already; nothing to train.[/]", soft_wrap=True)
 
 
-def _show(events: Iterable[Event], display: Display) -> None:
+def _show(events: Iterable[Event], display: Display) -> bool:
+    """Shows events until there are no more; tells whether there was any."""
     shown_at = stage_started = time.perf_counter()
-    steps = 0
+    steps, any_event = 0, False
     for event in events:
+        any_event = True
         if isinstance(event, StageStarted):
             stage_started, steps = time.perf_counter(), 0
             display.start(event)
@@ -60,6 +70,7 @@ def _show(events: Iterable[Event], display: Display) -> None:
                 display.step(event, steps / max(now - stage_started, 1e-9))
         elif isinstance(event, StageFinished):
             display.finish(event)
+    return any_event
 
 
 @contextmanager
@@ -95,7 +106,7 @@ class _Bars:
         self._progress.update(self._task, completed=done, note=f"{_note(tick)} {speed:.1f}/s")
 
     def finish(self, event: StageFinished) -> None:
-        self._console.print(f"[green]✓[/] {_summary(self._run, event)}")
+        self._console.print(f"[green]✓[/] {escape(_summary(self._run, event))}", soft_wrap=True)
 
 
 class _Lines:

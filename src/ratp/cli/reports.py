@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ratp.cli.console import print_json, stderr, stdout
+from ratp.cli.console import print_json, say, stdout
 from ratp.cli.runs import Json, Quiet
 from ratp.errors import RunDirectoryError
 from ratp.record import RunRecord, read_run
@@ -37,7 +37,7 @@ def report(
         print_json({"runs": [record.to_json() for record in records], "report": str(page)})
     elif not quiet:
         print_report(records, stdout())
-        stderr().print(f"[dim]Report: {page}[/]")
+        say(f"Report: {page}")
 
 
 def _read(path: Path) -> list[RunRecord]:
@@ -56,6 +56,6 @@ def _export(records: list[RunRecord], folder: Path) -> None:
     except OSError as error:
         raise RunDirectoryError(f"cannot make {folder}: {error.strerror}.") from error
     names = [f"{record.config['stream']}-{record.method}-{record.seed}" for record in records]
-    for record, name in zip(records, names, strict=True):
-        digest = str(record.config.get("fingerprint", ""))[:8]
-        record.export(folder / (f"{name}.json" if names.count(name) == 1 else f"{name}-{digest}.json"))
+    for number, (record, name) in enumerate(zip(records, names, strict=True)):
+        repeated = names[:number].count(name)
+        record.export(folder / (f"{name}-{repeated + 1}.json" if repeated else f"{name}.json"))

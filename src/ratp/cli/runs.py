@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ratp.cli.console import print_json, stderr, stdout
+from ratp.cli.console import print_json, say, stderr, stdout
 from ratp.cli.progress import follow
 from ratp.errors import ConfigError
 from ratp.plan import DEFAULT_PRESET, RunPlan, RunRequest, resolve
@@ -64,7 +65,8 @@ def run(
         from ratp.report.terminal import print_report
 
         print_report([record], stdout())
-        stderr().print(f"[dim]Run directory: {current.folder}   Next: ratp report {current.folder}[/]")
+        say(f"Run directory: {current.folder}")
+        say(f"Next: ratp report {shlex.quote(str(current.folder))}")
 
 
 def demo(
@@ -81,7 +83,7 @@ def demo(
 
     requests = [RunRequest(method=m, seed=s, device=device) for s in seeds or ["2022"] for m in ("source-only", "ratp")]
     records = []
-    for plan in [resolve(request) for request in requests]:
+    for plan in _resolve_all(requests):
         current = Run(plan, out / f"{plan.method.name}-{plan.seed}", probe=probe)
         follow(current, stderr(), quiet=quiet or json_)
         records.append(current.record())
@@ -90,7 +92,21 @@ def demo(
         print_json({"runs": [record.to_json() for record in records], "report": str(page)})
     elif not quiet:
         print_report(records, stdout())
-        stderr().print(f"[dim]Report: {page}[/]")
+        say(f"Report: {page}")
+
+
+def _resolve_all(requests: list[RunRequest]) -> list[RunPlan]:
+    """All requests resolved, or the mistakes of all of them."""
+    plans: list[RunPlan] = []
+    problems: list[str] = []
+    for request in requests:
+        try:
+            plans.append(resolve(request))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return plans
 
 
 def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:

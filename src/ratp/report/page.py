@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ratp.errors import RunDirectoryError
-from ratp.files import write_bytes, write_text
+from ratp.files import write_bytes
 from ratp.record import RunRecord
 from ratp.report.cells import (
     MEANING,
@@ -76,11 +76,6 @@ def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | Non
         RunDirectoryError: If the folder cannot be written or a run is damaged.
     """
     found = sections(group_runs(runs))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(f"cannot make {folder}: {error.strerror or error}. Choose another folder.") from error
-
     contents: dict[str, bytes] = {
         "report.md": markdown_report(runs).encode(),
         "metrics.csv": csv_report(runs).encode(),
@@ -92,13 +87,15 @@ def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | Non
         drawn = _drawn(section)
         contents.update({f"{name}{suffix}.{kind}": data for (name, kind), data in drawn.items()})
         pictures.append({name: _embedded(drawn, name) for name, _ in drawn})
+    contents["index.html"] = page_html(found, pictures).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot make {folder}: {error.strerror or error}. Choose another folder.") from error
     for name, data in contents.items():
         write_bytes(folder / name, data)
         _tell(console, folder / name)
-    page = folder / "index.html"
-    write_text(page, page_html(found, pictures))
-    _tell(console, page)
-    return page
+    return folder / "index.html"
 
 
 def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]]) -> str:

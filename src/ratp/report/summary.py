@@ -227,7 +227,11 @@ def _group_notes(group: Group) -> list[str]:
     repeated = ", ".join(str(seed) for seed, count in seeds.items() if count > 1)
     if repeated:
         notes.append(f"{group.label}: seed {repeated} was given more than once and is counted once.")
-    unlike = [key for key in differing([flatten(run.config) for run in group.runs]) if key not in ("seed", "ratp", "fingerprint")]
+    unlike = [
+        key
+        for key in differing([flatten(run.config) for run in group.runs])
+        if key not in ("seed", "ratp", "fingerprint")
+    ]
     unlike = [key for key in unlike if not key.startswith("data.")]
     if unlike:
         notes.append(f"{group.label}: its runs differ in more than their seed: {', '.join(unlike)}.")

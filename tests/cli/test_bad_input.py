@@ -1,0 +1,328 @@
+"""What a careless user gives: one clear message, exit code 2, no traceback, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helpers import TINY_OPTIONS, files_of, ratp
+
+EXAMPLE = "'scan>photo>font>street'"
+TINY_RUN = ["run", "--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    """A complete run."""
+    folder = tmp_path_factory.mktemp("complete") / "run"
+    assert ratp(*TINY_RUN, "--out", folder, "--quiet").code == 0
+    return folder
+
+
+@pytest.fixture
+def run(complete):
+    """A copy of a complete run, in the current folder, to be damaged."""
+    shutil.copytree(complete, "run")
+    return Path("run")
+
+
+def refused(*arguments, told=()):
+    """Runs a command that must be refused as it is meant to be; returns the message."""
+    before = files_of_here()
+    result = ratp(*arguments)
+    assert result.code == 2, result
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
+    for words in told:
+        assert words in result.err, result.err
+    assert files_of_here() == before
+    return result.err
+
+
+def files_of_here():
+    return files_of(Path()) | {f"{folder}/": b"" for folder, _, _ in os.walk(".")}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--method", "rapt"], ["'rapt'", "'ratp'", "Valid: ratp, source-only", ".py file"]),
+        (["--method", "mine.py"], ["'mine.py' does not exist"]),
+        (["--method", ""], ["unknown method ''", "Valid: ratp, source-only"]),
+        (["dmo"], ["unknown stream 'dmo'", "'demo'", "Valid: demo"]),
+        (["./demo"], ["unknown stream './demo'", "Valid: demo"]),
+        (["--order", "scn>photo>font>street"], ["unknown domain 'scn'", "'scan'", "Valid: font, photo, scan, street"]),
+        (["--order", "revers"], ["unknown order 'revers'", "'reverse'", "Valid: default, reverse", EXAMPLE]),
+        (["--order", "scan"], ["unknown order 'scan'", EXAMPLE]),
+        (["--order", ""], ["unknown order ''", EXAMPLE]),
+        (["--order", "scan>scan>photo>font>street"], ["repeats domain 'scan'", "once"]),
+        (["--order", "scan>photo"], ["leaves out font, street", EXAMPLE, "--subset"]),
+        (["--order", "scan>photo>", "--subset"], ["empty place", EXAMPLE]),
+        (["--preset", "papr"], ["preset of ratp 'papr'", "'paper'", "Valid: official, paper"]),
+        (["--set", "pca.scal=3"], ["unknown switch 'pca.scal'", "'pca.scale'", "Valid: "]),
+        (["--set", "pca.scale=big"], ["pca.scale must be a number", "'big'"]),
+        (["--set", "pca.scale=-1"], ["pca.scale must be above 0", "-1"]),
+        (["--set", "pca.form=exact"], ["pca.form", "'exact'", "published, stable"]),
+        (["--set", "epochs=2.5"], ["epochs must be a whole number", "'2.5'"]),
+        (["--set", "batch=1"], ["batch must be at least 2", "1"]),
+        (["--set", "mean=0.5"], ["mean must be", "'0.5'"]),
+        (["--set", "randmix.kernel_sizes=40"], ["kernel of 40", "32×32", "smaller kernels"]),
+        (["--set", "epochs"], ["NAME=VALUE", "'epochs'", "--set pca.scale=8"]),
+        (["--set", "=3"], ["NAME=VALUE", "'=3'"]),
+        (["--set", "epochs=1", "--set", "epochs=2"], ["'epochs' twice"]),
+        (["--seed", "lucky"], ["seed must be a whole number", "'lucky'", "2022"]),
+        (["--seed", "1.5"], ["seed must be a whole number", "'1.5'"]),
+        (["--seed=-1"], ["seed must lie in", "'-1'"]),
+        (["--device", "gpu"], ["unknown device 'gpu'", "Valid: auto, cpu, cuda"]),
+    ],
+)
+def test_a_request_that_makes_no_sense(options, told):
+    refused("run", *options, told=told)
+
+
+def test_all_mistakes_come_at_once():
+    changes = ["--set", "batch=1", "--set", "r_con=hi", "--set", "nonsense"]
+    message = refused("run", "--order", "foo", "--seed", "x", "--device", "gpu", *changes)
+    assert len(message.splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["methods", "show", "rapt"], ["unknown method 'rapt'", "'ratp'"]),
+        (["methods", "show", "ratp", "--preset", "papr"], ["'papr'", "'paper'"]),
+        (["streams", "show", "dmo"], ["unknown stream 'dmo'", "'demo'"]),
+        (
+            ["streams", "show", "demo", "--out", "no/such/folder/sheet.png"],
+            ["no/such/folder/sheet.png", "No such file"],
+        ),
+        (["streams", "show", "demo", "--out", "."], ["cannot write"]),
+        (["demo", "--seed", "x"], ["seed must be a whole number", "'x'"]),
+        (["demo", "--device", "gpu"], ["unknown device 'gpu'"]),
+    ],
+)
+def test_lists_and_demo(words, told):
+    refused(*words, told=told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rnu"], "'rnu'"),
+        (["run", "--sed", "1"], "--sed"),
+        (["run", "--seed"], "--seed"),
+        (["run", "demo", "ratp"], "ratp"),
+        (["report"], "runs"),
+        (["methods", "shwo"], "'shwo'"),
+    ],
+)
+def test_a_command_that_is_none(words, told):
+    result = ratp(*words)
+    assert (result.code, result.out) == (2, "")
+    assert told in result.err
+    assert "Traceback" not in result.err
+    assert os.listdir() == []
+
+
+class TestOutput:
+    @pytest.mark.parametrize("out", ["file/x", "file", "/proc/ratp", "file/x/y/z"])
+    def test_a_folder_that_cannot_be(self, out):
+        with open("file", "w") as file:
+            file.write("mine")
+        refused(*TINY_RUN, "--out", out, told=[out, "--out"])
+
+    @pytest.mark.parametrize("out", ["file/x", "/proc/ratp"])
+    def test_of_the_demo(self, out):
+        with open("file", "w") as file:
+            file.write("mine")
+        refused("demo", "--out", out, told=[out, "--out"])
+
+    def test_a_folder_with_other_files(self):
+        os.mkdir("photos")
+        for name in ("a.jpg", "b.jpg"):
+            with open(f"photos/{name}", "w") as file:
+                file.write("mine")
+        refused(*TINY_RUN, "--out", "photos", told=["photos", "a.jpg, b.jpg", "no run", "--out"])
+
+    def test_a_folder_with_another_run(self, run):
+        message = refused(*TINY_RUN, "--out", run, "--seed", "3", "--set", "lr=0.5", told=["another run", "--out"])
+        assert "seed: 2022 there, 3 asked for; lr: 0.05 there, 0.5 asked for" in message
+
+    def test_a_folder_with_a_run_of_another_method(self, run):
+        refused("run", *TINY_OPTIONS, "--out", run, told=["method: source-only there, ratp asked for", "--out"])
+
+    def test_a_folder_that_is_a_project_of_another_kind(self):
+        os.mkdir("project")
+        with open("project/config.json", "w") as file:
+            json.dump({"compilerOptions": {"strict": True}}, file)
+        message = refused(*TINY_RUN, "--out", "project", told=["project", "--out"])
+        assert "None" not in message
+
+    def test_too_long_a_name(self):
+        refused(*TINY_RUN, "--out", "x" * 300, told=["File name too long", "--out"])
+
+
+def cut(path, share=0.5):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+
+
+class TestDamagedRun:
+    """``ratp run`` on a run directory that something has been at."""
+
+    @pytest.mark.parametrize("name", ["state.safetensors", "config.json"])
+    @pytest.mark.parametrize("share", [0.0, 0.6])
+    def test_what_it_needs_is_cut_short(self, run, name, share):
+        """The file is named, and what to do about it."""
+        cut(run / name, share)
+        message = refused(*TINY_RUN, "--out", run, told=[name, "damaged"])
+        assert "--out" in message or "Remove" in message
+
+    @pytest.mark.parametrize("name", ["matrix.json", "environment.json", "samples.safetensors", "weights.safetensors"])
+    def test_what_it_can_do_without_is_gone(self, run, name, complete):
+        if not (complete / name).exists():
+            pytest.skip("source-only keeps no samples")
+        (run / name).unlink()
+        assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
+        if name != "environment.json":
+            assert files_of(run).keys() == files_of(complete).keys()
+
+    def test_a_matrix_cut_short_is_made_again(self, run, complete):
+        cut(run / "matrix.json")
+        assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
+        assert (run / "matrix.json").read_bytes() == (complete / "matrix.json").read_bytes()
+
+    def test_a_journal_cut_short_is_completed(self, run, complete):
+        cut(run / "journal.jsonl", 0.9)
+        assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
+        finished = [line for line in (run / "journal.jsonl").read_text().splitlines() if "stage_finished" in line]
+        assert finished == [
+            line for line in (complete / "journal.jsonl").read_text().splitlines() if "stage_finished" in line
+        ]
+
+    @pytest.mark.parametrize(
+        "content", ["broken\n{}\n", '{"a": 1}\n{"b": 2}\n', '{"event": "epoch", "stage": "two"}\n', "\0"]
+    )
+    def test_a_foreign_journal_is_named_or_made_again(self, run, content):
+        (run / "journal.jsonl").write_text(content)
+        result = ratp(*TINY_RUN, "--out", run, "-q")
+        assert result.code == 0 or (result.code == 2 and "journal.jsonl" in result.err)
+
+    def test_a_journal_that_is_gone_is_named_or_made_again(self, run):
+        (run / "journal.jsonl").unlink()
+        result = ratp(*TINY_RUN, "--out", run, "-q")
+        assert result.code == 0 or (result.code == 2 and "journal.jsonl" in result.err)
+
+    def test_a_state_that_is_none_of_ours(self, run):
+        from safetensors.torch import save_file
+        from torch import zeros
+
+        save_file({"x": zeros(2)}, run / "state.safetensors")
+        refused(*TINY_RUN, "--out", run, told=["state.safetensors", "does not fit this run", "Remove the folder"])
+
+    @pytest.mark.parametrize("metadata", ["matrix", "stage_events"])
+    @pytest.mark.parametrize("value", ["{}", "["])
+    def test_a_state_with_nonsense_about_it(self, run, metadata, value):
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        with safe_open(run / "state.safetensors", framework="pt") as file:
+            about = {**file.metadata(), metadata: value}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        save_file(tensors, run / "state.safetensors", about)
+        result = ratp(*TINY_RUN, "--out", run, "-q")
+        assert result.code == 0 or (result.code == 2 and "state.safetensors" in result.err)
+
+    def test_a_state_of_another_shape(self, run):
+        """Hand-edited: everything says it belongs, but the tensors do not fit."""
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+        from torch import zeros
+
+        with safe_open(run / "state.safetensors", framework="pt") as file:
+            about, names = file.metadata(), list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+        tensors["network.classifier.weight"] = zeros(3, 3)
+        save_file(tensors, run / "state.safetensors", about)
+        result = ratp(*TINY_RUN, "--out", run)
+        assert (result.code, result.out) == (2, "")
+        assert "state.safetensors does not fit this run" in result.err
+        assert "[3, 3]" in result.err
+
+
+class TestReport:
+    @pytest.mark.parametrize("path", ["nowhere", "runs/demo"])
+    def test_what_does_not_exist(self, path):
+        refused("report", path, told=[path, "does not exist", "ratp run"])
+
+    def test_an_empty_folder(self):
+        os.mkdir("empty")
+        refused("report", "empty", told=["empty", "no run"])
+
+    @pytest.mark.parametrize("content", [b"just text\n", b"\x89PNG\r\n\x1a\n\0", b'{"name": "x"}'])
+    def test_a_file_that_is_no_result(self, content):
+        """Whatever it is, the user is told what can be reported."""
+        with open("notes.txt", "wb") as file:
+            file.write(content)
+        refused("report", "notes.txt", told=["notes.txt", "run directory"])
+
+    @pytest.mark.parametrize("name", ["config.json", "environment.json", "matrix.json"])
+    @pytest.mark.parametrize("share", [0.0, 0.5])
+    def test_a_file_of_a_run_is_cut_short(self, run, name, share):
+        cut(run / name, share)
+        refused("report", run, told=[f"run/{name}", "damaged"])
+
+    @pytest.mark.parametrize("name", ["environment.json", "matrix.json", "journal.jsonl"])
+    def test_a_file_of_a_run_is_gone(self, run, name):
+        (run / name).unlink()
+        refused("report", run, told=[f"run/{name}"])
+
+    def test_a_journal_damaged_in_the_middle(self, run):
+        lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+        (run / "journal.jsonl").write_text("".join([lines[0], lines[1][:20] + "\n", *lines[2:]]))
+        refused("report", run, told=["journal.jsonl:2", "damaged"])
+
+    @pytest.mark.parametrize("seconds", ["soon", None])
+    def test_a_journal_with_nonsense_in_it(self, run, seconds):
+        lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["event"] == "stage_finished":
+                line["seconds"] = seconds
+        (run / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = ratp("report", run, "-q")
+        assert result.code == 0 or (result.code == 2 and "journal" in result.err)
+
+    def test_samples_cut_short(self, run):
+        (run / "samples.safetensors").write_bytes(b"\0" * 20)
+        refused("report", run, told=["samples.safetensors"])
+
+    def test_another_schema(self, run):
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "schema": 99}))
+        refused("report", run, told=["schema 99"])
+
+    def test_one_bad_run_among_good_ones(self, complete):
+        refused(
+            "report", complete, "nowhere", "--out", "report", "--export", "results", told=["nowhere does not exist"]
+        )
+
+    def test_nowhere_to_write(self, complete):
+        with open("file", "w") as file:
+            file.write("mine")
+        refused("report", complete, "--out", "file/report", told=["file/report", "Not a directory"])
+        refused("report", complete, "--out", "file", told=["file"])
+        refused(
+            "report", complete, "--export", "file/results", "--out", "report", told=["file/results", "Not a directory"]
+        )

@@ -1,0 +1,342 @@
+"""The command line as it is meant to be used: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+
+from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
+from ratp import __version__
+from ratp.cli import doctor, lists, runs
+from ratp.cli.main import main
+from ratp.config import as_dict
+from ratp.methods import METHODS
+from ratp.methods.ratp import RaTPConfig
+from ratp.record import read_run
+from ratp.run import Run
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+SOURCE_ONLY = ["--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """In an empty folder, without a terminal."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Two complete runs and one under way, made by the command line."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (1, 2):
+        assert ratp("run", *SOURCE_ONLY, "--seed", seed, "--out", folder / f"seed-{seed}", "--quiet").code == 0
+    shutil.copytree(folder / "seed-1", folder / "under-way")
+    for name in ("state.safetensors", "weights.safetensors"):
+        (folder / "under-way" / name).unlink()
+    matrix = json.loads((folder / "under-way" / "matrix.json").read_text())
+    matrix["accuracy"] = matrix["accuracy"][:1]
+    (folder / "under-way" / "matrix.json").write_text(json.dumps(matrix))
+    config = json.loads((folder / "under-way" / "config.json").read_text())
+    (folder / "under-way" / "config.json").write_text(json.dumps({**config, "seed": 3, "fingerprint": "0" * 64}))
+    return folder
+
+
+def plain(text):
+    """Whether a file or a pipe can take the text: no colours, no moving about."""
+    return not CONTROL.search(text)
+
+
+class TestRun:
+    def test_it_shows_its_stages_and_its_matrix(self):
+        result = ratp("run", *SOURCE_ONLY)
+        assert result.code == 0
+        assert plain(result.out + result.err)
+        (folder,) = os.listdir("runs")
+        assert re.fullmatch(r"demo-source-only-2022-[0-9a-f]{8}", folder)
+        for stage, domain in enumerate(("scan", "photo", "font", "street"), start=1):
+            assert f"source-only stage {stage}/4 {domain}: " in result.err
+            assert f"source-only {stage}/4 {domain}" in result.err
+            assert f"after {domain}" in result.out
+        assert f"Run directory: runs/{folder}" in result.err
+        assert "TDG" in result.out
+
+    def test_ratp_itself(self, tmp_path):
+        result = ratp(
+            "run", "demo", *TINY_OPTIONS, "--out", tmp_path / "run", "--order", "font > scan", "--subset", "--probe"
+        )
+        assert (result.code, os.listdir()) == (0, [])
+        assert read_run(tmp_path / "run").matrix.domains == ("font", "scan")
+        assert journal_of(tmp_path / "run", "probe")
+        assert "Unfamiliar" in result.out
+
+    def test_json_is_one_document_and_all_there_is(self, tmp_path):
+        result = ratp("run", *SOURCE_ONLY, "--json", "--out", tmp_path / "run")
+        assert (result.code, result.err) == (0, "")
+        data = json.loads(result.out)
+        assert data["matrix"]["accuracy"] == accuracy_of(tmp_path / "run")
+        assert data == read_run(tmp_path / "run").to_json()
+
+    def test_quiet_is_silent(self, tmp_path):
+        result = ratp("run", *SOURCE_ONLY, "--quiet", "--out", tmp_path / "run")
+        assert (result.code, result.out, result.err) == (0, "", "")
+        assert (tmp_path / "run" / "weights.safetensors").exists()
+
+    def test_every_plan_has_a_folder_of_its_own(self):
+        for extra in ([], ["--seed", "7"], ["--set", "lr=0.5"], ["--order", "reverse"]):
+            assert ratp("run", *SOURCE_ONLY, *extra, "-q").code == 0
+        assert len(os.listdir("runs")) == 4
+
+    def test_the_same_command_finds_its_run_again(self):
+        for _ in range(2):
+            assert ratp("run", *SOURCE_ONLY, "-q").code == 0
+        assert len(os.listdir("runs")) == 1
+
+    def test_the_usual_run_has_a_plain_name(self, monkeypatch):
+        monkeypatch.setattr(Run, "events", lambda self: iter(()))
+        monkeypatch.setattr(Run, "record", lambda self: print(self.folder))
+        assert ratp("run", "--method", "source-only", "-q").out == "runs/demo-source-only-2022\n"
+
+    def test_a_complete_run_is_said_to_be_complete(self, done):
+        result = ratp("run", *SOURCE_ONLY, "--seed", 1, "--out", done / "seed-1")
+        assert result.code == 0
+        assert "complete already" in result.err
+        assert "after street" in result.out
+
+    def test_a_method_from_a_file(self):
+        with open("mine.py", "w") as file:
+            file.write("from ratp.methods.source_only import SourceOnly\nclass Mine(SourceOnly):\n    name = 'mine'\n")
+        assert ratp("run", "--method", "mine.py", *TINY_OPTIONS, "--out", "run", "-q").code == 0
+        assert read_run("run").method == "mine"
+
+    @pytest.mark.parametrize("name", ["two words", "画像", "a[/b]c", "[bold]x[/bold]", "%s {x}", "-"])
+    def test_any_name_of_a_folder_will_do(self, name, done):
+        """It is printed as it is, whatever it looks like."""
+        shutil.copytree(done / "seed-1", name)
+        result = ratp("run", *SOURCE_ONLY, "--seed", 1, f"--out={name}")
+        assert result.code == 0
+        assert name in result.err
+
+    @pytest.mark.parametrize("length", [20, 30, 45, 70, 120])
+    def test_the_suggested_command_can_be_copied(self, length, done, monkeypatch):
+        """However long the name, nothing breaks the command in two."""
+        monkeypatch.setenv("COLUMNS", "80")
+        name = f"{'x' * (length // 2)}/{'y' * (length // 2)}"
+        shutil.copytree(done / "seed-1", name)
+        assert f"ratp report {name}" in ratp("run", *SOURCE_ONLY, "--seed", 1, "--out", name).err
+
+
+class TestDemo:
+    def test_it_compares_two_methods(self, monkeypatch):
+        """With the sizes of a test in place of the demo's."""
+        real = runs.RunRequest
+        monkeypatch.setattr(runs, "RunRequest", lambda **given: real(**given, changes=TINY))
+        result = ratp("demo", "--out", "out", "--seed", "1", "--device", "cpu")
+        assert result.code == 0
+        assert sorted(os.listdir("out")) == ["ratp-1", "report", "source-only-1"]
+        assert "Comparison" in result.out
+        assert "out/report/index.html" in result.err
+        assert plain(result.out + result.err)
+        again = ratp("demo", "--out", "out", "--seed", "1", "--device", "cpu", "--json")
+        assert [r["config"]["method"] for r in json.loads(again.out)["runs"]] == ["source-only", "ratp"]
+        assert again.err == ""
+
+    def test_all_bad_seeds_are_told_before_anything_is_run(self):
+        result = ratp("demo", "--seed", "one", "--seed", "1", "--seed", "two")
+        assert result.code == 2
+        assert "'one'" in result.err
+        assert "'two'" in result.err
+        assert os.listdir() == []
+
+
+class TestReport:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def reported(done, tmp_path_factory):
+        out = tmp_path_factory.mktemp("report")
+        runs = [done / "seed-1", done / "seed-2", done / "under-way"]
+        return out, ratp("report", *runs, "--out", out / "report", "--export", out / "results")
+
+    def test_several_runs_are_compared(self, reported):
+        out, result = reported
+        assert result.code == 0
+        assert "source-only" in result.out
+        assert "2 seeds" in result.out
+        assert "Unfinished" in result.out
+        assert {"index.html", "report.md", "metrics.csv", "report.tex"} <= set(os.listdir(out / "report"))
+        assert f"{out / 'report' / 'index.html'}" in result.err.replace("\n", "")
+        assert plain(result.out + result.err)
+
+    def test_results_are_exported_and_can_be_reported(self, reported):
+        out, _ = reported
+        exported = sorted(os.listdir(out / "results"))
+        assert len(exported) == 3
+        assert all(name.startswith("demo-source-only-") for name in exported)
+        again = ratp("report", *(out / "results" / name for name in exported), "--quiet", "--out", "again")
+        assert (again.code, again.out, again.err) == (0, "", "")
+
+    def test_two_runs_of_one_plan_do_not_overwrite_each_other(self, done, tmp_path):
+        """Say, from two machines: both are exported, or the export is refused."""
+        shutil.copytree(done / "seed-1", tmp_path / "copy")
+        result = ratp("report", done / "seed-1", tmp_path / "copy", "--export", "results", "--out", "report", "-q")
+        assert result.code == 2 or len(os.listdir("results")) == 2
+
+    def test_a_folder_of_runs_is_all_of_them(self, done):
+        result = ratp("report", done, "--json", "--out", "report")
+        data = json.loads(result.out)
+        assert (result.code, result.err) == (0, "")
+        assert [run["config"]["seed"] for run in data["runs"]] == [1, 2, 3]
+        assert data["report"] == "report/index.html"
+
+    def test_it_goes_into_the_first_folder_given(self, done, tmp_path):
+        shutil.copytree(done / "seed-1", tmp_path / "run")
+        before = files_of(tmp_path / "run")
+        assert ratp("report", tmp_path / "run", "-q").code == 0
+        after = files_of(tmp_path / "run")
+        assert {name: after[name] for name in before} == before
+        assert "report/index.html" in after
+        # and the run goes on as if it were not there
+        assert ratp("run", *SOURCE_ONLY, "--seed", 1, "--out", tmp_path / "run", "-q").code == 0
+
+
+class TestLists:
+    def test_methods(self):
+        result = ratp("methods")
+        assert result.code == 0
+        assert all(name in result.out for name in METHODS)
+        assert "ratp methods show NAME" in result.err
+        assert {m["name"] for m in json.loads(ratp("methods", "--json").out)["methods"]} == set(METHODS)
+
+    @pytest.mark.parametrize("preset", ["official", "paper"])
+    def test_a_method_and_its_switches(self, preset):
+        result = ratp("methods", "show", "ratp", "--preset", preset)
+        assert result.code == 0
+        assert plain(result.out + result.err)
+        for name in as_dict(RaTPConfig()):
+            assert name in result.out
+        assert METHODS["ratp"].paper.split(",")[0] in result.out
+        values = json.loads(ratp("methods", "show", "ratp", "--preset", preset, "--json").out)["switches"]
+        assert values["pca.similarity"] == {"official": "cosine", "paper": "dot"}[preset]
+
+    def test_streams(self):
+        result = ratp("streams")
+        assert result.code == 0
+        assert "scan>photo>font>street" in result.out
+        (demo,) = json.loads(ratp("streams", "--json").out)["streams"]
+        assert demo["orders"]["reverse"] == ["street", "font", "photo", "scan"]
+
+    def test_a_stream_and_its_sheet(self):
+        result = ratp("streams", "show", "demo", "--out", "sheet.png")
+        assert result.code == 0
+        assert "1797" in result.out
+        assert "Contact sheet: sheet.png" in result.out
+        with open("sheet.png", "rb") as file:
+            assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+        data = json.loads(ratp("streams", "show", "demo", "--out", "sheet.png", "--json").out)
+        assert [d["images"] for d in data["domains"]] == [1797, 2400, 2400, 2400]
+
+    def test_every_setting_of_a_stream_can_be_found_out(self):
+        """Epochs, steps and rate are set like switches: somewhere they must be listed with their values."""
+        told = ratp("streams", "show", "demo", "--out", "sheet.png").out + ratp("methods", "show", "ratp").out
+        for name in ("epochs", "steps", "lr", "batch", "network.width"):
+            assert re.search(rf"(?m)^\s*{name}\s", told), name
+
+    def test_nothing_in_a_list_is_markup(self, monkeypatch):
+        method = type(
+            "Odd", (METHODS["source-only"],), {"name": "[/odd]", "title": "[/t]", "family": "[/f]", "paper": "[/p]"}
+        )
+        monkeypatch.setattr(lists, "METHODS", {"[/odd]": method})
+        assert "[/f]" in ratp("methods").out
+        monkeypatch.setattr(lists, "find_method", lambda name: method)
+        assert "[/f]" in ratp("methods", "show", "odd").out
+
+
+class TestDoctor:
+    def test_a_healthy_machine(self, monkeypatch):
+        monkeypatch.setattr(doctor, "LEAST_FREE_DISK", 0)
+        result = ratp("doctor")
+        assert result.code == 0
+        assert plain(result.out + result.err)
+        for told in (__version__, torch.__version__.split("+")[0], os.environ["RATP_CACHE"], os.getcwd()):
+            assert told in result.out.replace("\n", "")
+        data = json.loads(ratp("doctor", "--json").out)
+        assert data["ok"] is True
+
+    def test_an_unhealthy_one(self, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("RATP_CACHE", str(tmp_path / "file" / "cache"))
+        monkeypatch.setattr(doctor, "package_version", lambda name: None)
+        result = ratp("doctor")
+        assert result.code == 1
+        assert "pip install torch" in result.out
+        assert "RATP_CACHE" in result.out
+        data = json.loads(ratp("doctor", "--json").out)
+        assert data["ok"] is False
+
+
+class TestHelp:
+    def test_the_version(self):
+        assert ratp("--version") == ratp("--version")
+        assert (ratp("--version").code, ratp("--version").out) == (0, f"ratp {__version__}\n")
+
+    def test_nothing_asked_for_is_help(self):
+        result = ratp()
+        assert result.code == 0
+        for command in ("demo", "run", "report", "methods", "streams", "doctor"):
+            assert command in result.out
+        assert plain(result.out + result.err)
+
+    @pytest.mark.parametrize(
+        "words", [["run"], ["demo"], ["report"], ["methods"], ["methods", "show"], ["streams"], ["doctor"]]
+    )
+    def test_every_command_explains_itself(self, words):
+        result = ratp(*words, "--help")
+        assert result.code == 0
+        assert "Usage: " in result.out
+        assert plain(result.out)
+
+
+class TestInterruption:
+    def test_control_c_says_how_to_go_on(self, monkeypatch):
+        def interrupted(self):
+            raise KeyboardInterrupt
+            yield
+
+        monkeypatch.setattr(Run, "events", interrupted)
+        result = ratp("run", *SOURCE_ONLY)
+        assert result.code == 130
+        assert "Interrupted" in result.err
+        assert "same command" in result.err
+        assert "Traceback" not in result.err
+
+
+def test_it_is_a_program():
+    command = [sys.executable, "-m", "ratp", "run", "dmo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown stream 'dmo'. Did you mean 'demo'? Valid: demo.\n"
+
+
+@pytest.mark.parametrize("words", [["methods", "show", "ratp"], ["streams"], ["doctor"], ["methods", "--json"]])
+def test_a_pipe_that_takes_little_is_no_trouble(words, monkeypatch):
+    """An encoding without × or ✓ gets something else in their place."""
+    taken = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "argv", ["ratp", *words])
+    monkeypatch.setattr(doctor, "LEAST_FREE_DISK", 0)
+    with redirect_stdout(taken), pytest.raises(SystemExit) as end:
+        main()
+    taken.flush()
+    assert (end.value.code or 0) == 0
+    assert taken.buffer.getvalue()

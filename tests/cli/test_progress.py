@@ -1,0 +1,163 @@
+"""A run shown while it runs: bars on a terminal, plain lines elsewhere, nothing when asked to be quiet."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from helpers import files_of, same_tensors, tensors_of, toy_domain, toy_plan
+from ratp.cli import progress
+from ratp.cli.progress import follow
+from ratp.method import Tick
+from ratp.run import Run, Trained
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def shown(run, *, terminal=False, quiet=False, width=80):
+    """Drives a run and returns what was written."""
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=terminal, width=width, highlight=False, color_system="standard", legacy_windows=False
+    )
+    follow(run, console, quiet=quiet)
+    return file.getvalue()
+
+
+class TestLines:
+    """Where there is no terminal."""
+
+    def test_a_line_when_a_stage_starts_and_one_when_it_ends(self, tmp_path):
+        lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
+        assert [line.split(":")[0] for line in lines[::2]] == [
+            "ratp stage 1/3 ink", "ratp stage 2/3 mud", "ratp stage 3/3 fog",
+        ]  # fmt: skip
+        assert lines[0].endswith("32 images, 4 steps")
+        assert [" ".join(line.split()[:3]) for line in lines[1::2]] == ["ratp 1/3 ink", "ratp 2/3 mud", "ratp 3/3 fog"]
+        assert all(re.search(r"ink \d+\.\d  mud \d+\.\d  fog \d+\.\d  \(\d+ s\)$", line) for line in lines[1::2])
+
+    def test_nothing_but_text(self, tmp_path):
+        written = shown(Run(toy_plan(), tmp_path / "run"))
+        assert all(character == "\n" or character.isprintable() for character in written)
+
+    def test_a_line_now_and_then(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+        lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
+        assert len(lines) == 3 * (2 + 4)
+        assert re.fullmatch(r"  source epoch 1/2: loss \d+\.\d\d, \d+\.\d steps/s, \d+ s left", lines[1])
+        pattern = r"  target epoch 2/2: loss -?\d+\.\d\d conf \d+%, \d+\.\d steps/s, 0 s left"
+        assert re.fullmatch(pattern, lines[10])
+        assert "agree" in lines[7]
+
+    def test_a_stage_without_training(self, tmp_path):
+        assert "source-only stage 2/3 mud: 32 images, 0 steps" in shown(Run(toy_plan("source-only"), tmp_path / "run"))
+
+    @pytest.mark.parametrize("width", [20, 40, 80])
+    def test_a_line_stays_one_line(self, width, tmp_path):
+        assert len(shown(Run(toy_plan(), tmp_path / "run"), width=width).splitlines()) == 6
+
+
+class TestBars:
+    """On a terminal."""
+
+    @pytest.fixture
+    def written(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+        return shown(Run(toy_plan(), tmp_path / "run"), terminal=True)
+
+    def test_a_tick_a_stage_stays(self, written):
+        lines = [ESCAPE.sub("", line).strip() for line in written.splitlines()]
+        kept = [line for line in lines if "✓" in line]
+        assert len(kept) == 3
+        assert all(re.search(r"✓ ratp \d/3 (ink|mud|fog) +ink \d+\.\d", line) for line in kept)
+
+    def test_it_shows_stage_and_loss(self, written):
+        text = ESCAPE.sub("", written)
+        assert "ratp 1/3 ink" in text
+        assert "100%" in text
+        assert re.search(r"loss \d+\.\d\d", text)
+
+    def test_no_line_is_wider_than_the_terminal(self, written):
+        for line in re.split(r"[\r\n]", ESCAPE.sub("", written)):
+            assert len(line) <= 80
+
+    def test_the_cursor_comes_back(self, written):
+        assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
+
+    def test_the_cursor_comes_back_after_an_interruption(self, tmp_path, monkeypatch):
+        def interrupted(self):
+            raise KeyboardInterrupt
+            yield
+
+        monkeypatch.setattr(Run, "events", interrupted)
+        file = io.StringIO()
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            follow(Run(toy_plan(), tmp_path / "run"), Console(file=file, force_terminal=True), quiet=False)
+        assert file.getvalue().count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_are_not_markup(terminal, tmp_path):
+    """Methods and domains may be called anything, as folders may."""
+    plan = toy_plan("source-only", [toy_domain("[/ink]"), toy_domain("[red]mud")])
+    plan = replace(plan, method=type("Odd", (plan.method,), {"name": "[bold]m"}))
+    written = ESCAPE.sub("", shown(Run(plan, tmp_path / "run"), terminal=terminal, width=200))
+    assert re.search(r"\[bold\]m 2/2 \[red\]mud +\[/ink\] \d+\.\d  \[red\]mud \d+\.\d", written)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_quiet_is_silent(terminal, tmp_path):
+    assert shown(Run(toy_plan("source-only"), tmp_path / "run"), terminal=terminal, quiet=True) == ""
+    assert (tmp_path / "run" / "weights.safetensors").exists()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_complete_run_is_said_to_be_complete(terminal, tmp_path):
+    Run(toy_plan("source-only"), tmp_path / "run").execute()
+    before = files_of(tmp_path / "run")
+    written = shown(Run(toy_plan("source-only"), tmp_path / "run"), terminal=terminal, width=200)
+    assert "complete already; nothing to train" in ESCAPE.sub("", written)
+    assert files_of(tmp_path / "run") == before
+
+
+def test_a_resumed_run_is_not_said_to_be_complete(tmp_path):
+    events = Run(toy_plan(), tmp_path / "run").events()
+    for _ in range(7):
+        next(events)
+    events.close()
+    written = shown(Run(toy_plan(), tmp_path / "run"))
+    assert "complete already" not in written
+    assert written.startswith("ratp stage 2/3 mud")
+
+
+def test_watching_changes_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+    shown(Run(toy_plan(), tmp_path / "watched"), terminal=True)
+    Run(toy_plan(), tmp_path / "alone").execute()
+    assert same_tensors(tensors_of(tmp_path / "watched"), tensors_of(tmp_path / "alone"))
+
+
+def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
+    """Reading one makes a GPU wait: as often as the display moves and no more."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", 1000)
+    reads = []
+
+    class Watched(dict):
+        def __getitem__(self, name):
+            reads.append(name)
+            return super().__getitem__(name)
+
+    tick = Tick(
+        SimpleNamespace(name="p", epochs=1, steps=9), 0, 1, Watched(total=torch.tensor(1.0)), {}, epoch_done=False
+    )
+    run = SimpleNamespace(plan=toy_plan("source-only"), stream=SimpleNamespace(order=("a",)))
+    display = progress._Lines(run, Console(file=io.StringIO()))
+    progress._show([Trained(0, "a", tick)] * 50, display)
+    assert reads == []

@@ -1,0 +1,386 @@
+"""From a request to a plan with every value spelled out, or to all mistakes at once."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
+from ratp.config import as_dict, switches
+from ratp.errors import ConfigError
+from ratp.method import Method
+from ratp.methods import METHODS
+from ratp.plan import RunRequest, find_device, find_method, preset_config, resolve
+from ratp.recipe import Recipe
+from ratp.run import Run
+from ratp.stream import STREAMS, make_stream
+
+
+def mistakes(**request):
+    with pytest.raises(ConfigError) as caught:
+        resolve(RunRequest(**request))
+    return caught.value.problems
+
+
+class TestResolving:
+    def test_nothing_asked_for_is_the_demo(self):
+        plan = resolve(RunRequest())
+        assert (plan.spec.name, plan.method.name, plan.seed, plan.preset) == ("demo", "ratp", 2022, "official")
+        assert plan.order == ("scan", "photo", "font", "street")
+        assert plan.recipe == STREAMS["demo"].recipe
+        assert plan.config == METHODS["ratp"].config_type()
+        assert plan.changed == {}
+
+    def test_what_is_changed_is_changed_and_told(self):
+        plan = resolve(RunRequest(changes={"epochs": "3", "pca.scale": "8", "lr": 0.05, "randmix.tanh": "off"}))
+        assert (plan.recipe.epochs, plan.config.pca.scale, plan.config.randmix.tanh) == (3, 8.0, False)
+        # 0.05 is what the stream has anyway
+        assert plan.changed == {"epochs": 3, "pca.scale": 8.0, "randmix.tanh": False}
+
+    def test_a_preset_is_where_changes_start_from(self):
+        plan = resolve(RunRequest(preset="paper", changes={"sgd.momentum": 0.5}))
+        assert plan.changed == {"sgd.momentum": 0.5}
+        assert plan.config.pca.similarity == "dot"
+
+    @pytest.mark.parametrize(("seed", "value"), [(0, 0), ("7", 7), (" 7 ", 7), (2**63 - 1, 2**63 - 1)])
+    def test_seeds(self, seed, value):
+        assert resolve(RunRequest(seed=seed)).seed == value
+
+    @pytest.mark.parametrize("seed", ["", "x", "1.5", "-1", -1, 2**63, "1e3", True, 2.5])
+    def test_what_is_no_seed(self, seed):
+        (problem,) = mistakes(seed=seed)
+        assert "seed must" in problem
+        assert repr(seed) in problem
+        assert "e.g. 2022" in problem
+
+    def test_a_plan_builds_its_method_without_touching_torchs_chance(self):
+        torch.manual_seed(3)
+        before = torch.random.get_rng_state()
+        plan = toy_plan()
+        plan.build_method(plan.load_stream())
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class TestMistakes:
+    def test_all_are_told_at_once(self):
+        """Nothing here keeps another mistake from being seen: whatever can be checked is."""
+        wrong = {"stream": "dmo", "method": "rapt", "preset": "papr", "seed": "x", "device": "gpu"}
+        problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
+        for told in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):
+            assert told in problems
+
+    def test_all_of_a_known_method_on_a_known_stream_are_told(self):
+        changes = {"pca.scal": 1, "epochs": 0, "pca.form": "exact", "r_con": "high"}
+        problems = mistakes(order="scan>scan", seed=-3, device="tpu", changes=changes)
+        assert len(problems) == 7
+        assert all(problem.endswith(".") for problem in problems)
+
+    @pytest.mark.parametrize("wrong", [{"stream": "dmo"}, {"preset": "papr"}, {"method": "rapt"}])
+    def test_a_bad_switch_is_told_beside_another_mistake(self, wrong):
+        problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
+        assert "'pca.scal'" in problems
+        assert "'many'" in problems
+
+    @pytest.mark.parametrize(
+        ("request_", "told"),
+        [
+            ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
+            ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", "ratp, source-only", ".py file"]),
+            ({"method": "source_only"}, ["unknown method 'source_only'", "Did you mean 'source-only'?"]),
+            ({"method": "source-only", "preset": "paper"}, ["preset of source-only 'paper'", "Valid: official"]),
+            ({"preset": "Paper"}, ["preset of ratp 'Paper'", "Did you mean 'paper'?", "Valid: official, paper"]),
+            ({"changes": {"momentum": 1}}, ["unknown switch 'momentum'", "Did you mean 'sgd.momentum'?"]),
+            ({"changes": {"epoch": 1}}, ["unknown switch 'epoch'", "Did you mean 'epochs'?"]),
+            ({"changes": {"pca.form": "stabel"}}, ["pca.form", "'stabel'", "Did you mean 'stable'?", "published, "]),
+            ({"changes": {"batch": 1}}, ["batch must be at least 2, got 1"]),
+            ({"changes": {"batch": 2.5}}, ["batch must be a whole number, got 2.5"]),
+            ({"changes": {"lr": 0}}, ["lr must be above 0, got 0"]),
+            ({"changes": {"lr": "nan"}}, ["lr must be a number, got 'nan'"]),
+            ({"changes": {"strict": "perhaps"}}, ["strict must be true or false, got 'perhaps'"]),
+            ({"changes": {"sgd.momentum": 1}}, ["sgd.momentum must be below 1, got 1"]),
+            ({"device": "CPU"}, ["unknown device 'CPU'", "Did you mean 'cpu'?"]),
+            ({"device": "mps"}, ["unknown device 'mps'", "Valid: auto, cpu, cuda"]),
+        ],
+    )  # fmt: skip
+    def test_each_is_told_with_what_is_valid(self, request_, told):
+        (problem,) = mistakes(**request_)
+        assert all(words in problem for words in told), problem
+
+    def test_a_gpu_that_is_not_here(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        assert find_device("cuda") == torch.device("cuda")
+        with pytest.raises(ConfigError, match=r"'cuda:1' is not here: 1 CUDA device.*cpu or auto"):
+            find_device("cuda:1")
+
+
+class TestNames:
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_recipe_and_switches_share_none(self, method):
+        """Or ``--set`` could not tell which is meant."""
+        assert not as_dict(Recipe()).keys() & as_dict(method.config_type()).keys()
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_every_switch_is_explained(self, method):
+        for switch in [*switches(Recipe()), *switches(method.config_type())]:
+            assert switch.explanation, switch.name
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_every_method_is_found_under_its_name(self, method):
+        assert METHODS[method.name] is find_method(method.name) is method
+        assert all(isinstance(text, str) and text for text in (method.title, method.family, method.paper))
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_every_preset_and_stream_value_exists(self, method):
+        for preset in ("official", *method.presets):
+            for stream in ("", *STREAMS, *method.stream_values):
+                assert isinstance(preset_config(method, preset, stream), method.config_type)
+
+
+class TestFingerprint:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def stream():
+        return make_stream("toy", toy_domains(), 2022)
+
+    def fingerprint(self, plan, stream):
+        return plan.to_json(stream)["fingerprint"]
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_every_value_is_in_it(self, method, stream):
+        plan = resolve(RunRequest(method=method, device="cpu"))
+        seen = {self.fingerprint(plan, stream)}
+        values = {s.name: s for part in (plan.recipe, plan.config) for s in switches(part)}
+        for name, switch in values.items():
+            others = switch.kind.removeprefix("one of ").split(", ")
+            if switch.kind == "true or false":
+                other = not switch.value
+            elif switch.kind.startswith("one of "):
+                if len(others) == 1:
+                    continue
+                other = next(o for o in others if o != str(switch.value))
+            elif isinstance(switch.value, tuple):
+                other = tuple(v + 1 for v in switch.value)
+            else:
+                other = switch.value + (1 if isinstance(switch.value, int) else 0.25)
+            seen.add(self.fingerprint(resolve(RunRequest(method=method, changes={name: other}, device="cpu")), stream))
+        skipped = sum(s.kind.startswith("one of ") and "," not in s.kind for s in values.values())
+        assert len(seen) == 1 + len(values) - skipped
+
+    def test_seed_order_method_and_images_are_in_it(self, stream):
+        plan = toy_plan()
+        spec = toy_spec(toy_domains())
+        others = [
+            replace(plan, seed=1),
+            replace(plan, order=("ink", "fog", "mud")),
+            replace(plan, spec=replace(spec, name="other")),
+            toy_plan("source-only"),
+        ]
+        prints = {self.fingerprint(p, stream) for p in [plan, *others]}
+        prints.add(self.fingerprint(plan, make_stream("toy", toy_domains(ink=40, mud=32, fog=35), 2022)))
+        assert len(prints) == 6
+
+    def test_device_and_spelling_are_not(self, stream):
+        plan = toy_plan(changes=TINY)
+        assert self.fingerprint(replace(plan, device=torch.device("cuda")), stream) == self.fingerprint(plan, stream)
+        assert self.fingerprint(toy_plan(changes={**TINY, "lr": "5e-2"}), stream) == self.fingerprint(plan, stream)
+        spelled = resolve(RunRequest(changes=METHODS["ratp"].presets["paper"], device="cpu"))
+        named = resolve(RunRequest(preset="paper", device="cpu"))
+        assert spelled.digest() == named.digest()
+
+    def test_measuring_is_not(self, tmp_path):
+        assert Run(toy_plan(), tmp_path, probe=True).config == Run(toy_plan(), tmp_path, probe=False).config
+
+    def test_the_config_is_plain_json(self, stream):
+        config = toy_plan().to_json(stream)
+        assert json.loads(json.dumps(config, allow_nan=False)) == config
+
+
+HEAD = '''
+"""A method of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ratp.config import switch
+from ratp.method import Method, Phase, pack, unpack
+from ratp.network import Network
+
+
+@dataclass(frozen=True)
+class CentreConfig:
+    """Its switches."""
+
+    pull: float = switch(0.5, "how far a prototype moves", minimum=0)
+    which: tuple[int, ...] = switch((0, 1), "classes that move")
+'''
+CLASS = '''
+class Centre(Method):
+    """Moves prototypes, trains nothing."""
+
+    name = "centre"
+    title = "Prototypes in the middle"
+    family = "toy"
+    paper = "none"
+    config_type = CentreConfig
+
+    def __init__(self, setting, config):
+        self.setting, self.config, self.scaling = setting, config, setting.scaling()
+        with setting.randomness.scope("network"):
+            self.network = Network(setting.recipe.network, len(setting.classes))
+
+    def source_phases(self, domain):
+        return [Pull(self)]
+
+    def target_phases(self, domain):
+        return [Pull(self)]
+
+    def predict(self, images):
+        with torch.no_grad():
+            return self.network.eval()(self.scaling(images)).logits
+
+    def state(self):
+        return pack({"network": self.network.state_dict()})
+
+    def load_state(self, state):
+        self.network.load_state_dict(unpack(state)["network"])
+
+
+class Pull(Phase):
+    """One step."""
+
+    name, epochs, steps = "pull", 1, 1
+
+    def __init__(self, method):
+        self.method = method
+
+    def begin_epoch(self, epoch):
+        return {}
+
+    def step(self):
+        with torch.no_grad():
+            self.method.network.prototypes.mul_(self.method.config.pull)
+        return {"total": self.method.network.prototypes.norm()}
+
+    def finish(self):
+        return {}
+'''
+TEXT = HEAD + CLASS
+
+
+class TestMethodFile:
+    @pytest.fixture
+    def file(self, tmp_path):
+        def write(text, name="centre.py"):
+            path = tmp_path / name
+            path.write_text(textwrap.dedent(text))
+            return str(path)
+
+        return write
+
+    def refusal(self, path):
+        (problem,) = mistakes(method=path)
+        assert path in problem
+        return problem
+
+    def test_it_runs_like_any_other(self, file, tmp_path):
+        plan = toy_plan(file(TEXT), changes={"pull": "0.25", "which": "2,3"})
+        assert issubclass(plan.method, Method)
+        assert plan.changed["pull"] == 0.25
+        assert plan.title == "toy-centre-2022"
+        run = Run(plan, tmp_path / "run")
+        record = run.execute()
+        assert record.matrix.complete
+        assert record.config["switches"] == {"pull": 0.25, "which": [2, 3]}
+        assert all_finite(run.method.state())
+
+    def test_its_mistakes_are_told_like_any_other(self, file):
+        problems = mistakes(method=file(TEXT), changes={"pul": 1, "pull": -1, "which": "a"})
+        assert len(problems) == 3
+        assert "Did you mean 'pull'?" in problems[0]
+
+    def test_it_may_build_on_another(self, file):
+        path = file(
+            """
+            from ratp.methods.source_only import SourceOnly
+
+            class Mine(SourceOnly):
+                name = "mine"
+            """
+        )
+        assert resolve(RunRequest(method=path)).method.name == "mine"
+
+    def test_edited_it_is_another_run(self, file, tmp_path):
+        Run(toy_plan(file(TEXT)), tmp_path / "run").execute()
+        digest = toy_plan(file(TEXT)).digest()
+        edited = TEXT.replace(".mul_(", ".div_(1e-9 + ")
+        assert toy_plan(file(edited)).digest() != digest
+        with pytest.raises(Exception, match="has been edited since"):
+            Run(toy_plan(file(edited)), tmp_path / "run").execute()
+
+    def test_two_files_of_one_name_are_two_methods(self, file, tmp_path):
+        """The second does not stand for the first because it was read later."""
+        (tmp_path / "other").mkdir()
+        first = toy_plan(file(TEXT))
+        alone = first.digest()
+        second = toy_plan(file(TEXT.replace(".mul_(", ".add_("), "other/centre.py"))
+        assert first.digest() == alone != second.digest()
+
+    def test_it_must_exist(self, tmp_path):
+        assert "does not exist" in self.refusal(str(tmp_path / "nowhere.py"))
+        (tmp_path / "folder.py").mkdir()
+        assert "does not exist" in self.refusal(str(tmp_path / "folder.py"))
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("class Mine(Method:\n    pass\n", "SyntaxError"),
+            ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
+            ("raise RuntimeError('what a day')\n", "RuntimeError: what a day"),
+            ("raise SystemExit(3)\n", "SystemExit"),
+            ("\0", "cannot be loaded"),
+        ],
+    )
+    def test_it_must_load(self, file, text, told):
+        problem = self.refusal(file(text))
+        assert told in problem
+        assert "cannot be loaded" in problem
+
+    def test_it_must_define_a_method(self, file):
+        assert "exactly one Method, found none" in self.refusal(file("from ratp.methods.ratp import RaTP\n"))
+
+    def test_it_must_define_one_method_only(self, file):
+        problem = self.refusal(file(TEXT + "\n\nclass Twin(Centre):\n    name = 'twin'\n"))
+        assert "exactly one Method, found Centre, Twin" in problem
+
+    def test_everything_abstract_must_be_there(self, file):
+        lacking = TEXT.replace("def predict(", "def guess(").replace("def load_state(", "def restore(")
+        assert "Centre" in self.refusal(file(lacking))
+        assert "lacks load_state, predict" in self.refusal(file(lacking))
+
+    def test_its_description_must_be_there(self, file):
+        lacking = TEXT.replace('    title = "Prototypes in the middle"\n', "").replace(
+            "    config_type = CentreConfig\n", ""
+        )
+        assert "lacks title, config_type" in self.refusal(file(lacking))
+
+    def test_its_switches_must_not_be_the_recipes(self, file):
+        """``--set lr=1`` would set both."""
+        problem = self.refusal(file(TEXT.replace("pull: float", "lr: float")))
+        assert "lr" in problem.replace(str(file), "")
+
+    def test_its_config_must_be_a_dataclass(self, file):
+        assert "config_type" in self.refusal(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))
+
+
+def test_a_request_and_its_plan_cannot_be_changed():
+    for item in (RunRequest(), resolve(RunRequest())):
+        for entry in fields(item):
+            with pytest.raises(AttributeError):
+                setattr(item, entry.name, None)
