@@ -372,8 +372,9 @@ class TestMethodFile:
 
     def test_its_switches_must_not_be_the_recipes(self, file):
         """``--set lr=1`` would set both."""
-        problem = self.refusal(file(TEXT.replace("pull: float", "lr: float")))
-        assert "lr" in problem.replace(str(file), "")
+        (problem,) = mistakes(method=file(TEXT.replace("pull: float", "lr: float")))
+        assert "switches lr" in problem
+        assert "recipe" in problem
 
     def test_its_config_must_be_a_dataclass(self, file):
         assert "config_type" in self.refusal(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))

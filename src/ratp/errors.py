@@ -30,6 +30,10 @@ class RunDirectoryError(RatpError):
     """A run directory is missing, foreign, damaged, occupied or not writable."""
 
 
+class TrainingError(RatpError):
+    """Training went wrong in a way that more training cannot mend."""
+
+
 def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
     """A sentence for a name that does not exist, with the nearest one that does.
 

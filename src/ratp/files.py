@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ratp.errors import RunDirectoryError
 
+_TEMPORARY = ".part-"
+
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces ``path`` by ``data`` in one step: a crash leaves the old file or the new one.
@@ -23,7 +25,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         RunDirectoryError: If the folder cannot be written, with the reason.
     """
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{_TEMPORARY}")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -39,6 +41,18 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise RunDirectoryError(
             f"cannot write {path}: {error.strerror or error}. Choose a folder you may write to, with room left."
         ) from error
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a file is what a writer that was killed left half-written."""
+    return path.name.startswith(".") and _TEMPORARY in path.name
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes all leftovers in a folder that no other writer uses."""
+    for item in folder.iterdir():
+        if is_leftover(item):
+            item.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -80,13 +94,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Replaces a safetensors file in one step."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
+    """Replaces a safetensors file in one step; ``metadata`` is kept as JSON."""
+    about = {"about": json.dumps(dict(metadata))} if metadata else None  # one key has one order
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # none share memory
-    write_bytes(path, save(plain, metadata=dict(metadata) if metadata else None))
+    write_bytes(path, save(plain, metadata=about))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads a safetensors file: its tensors, as copies in memory, and its metadata.
 
     Raises:
@@ -94,8 +109,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{path} is missing.") from error
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{path} is damaged or no safetensors file: {error}.") from error
+    return tensors, about if isinstance(about, dict) else {}

@@ -7,8 +7,8 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,7 +144,11 @@ def resolve(request: RunRequest) -> RunPlan:
     device = attempt(lambda: find_device(request.device))
     order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
     base = attempt(lambda: preset_config(method, request.preset, request.stream)) if method else None
-    changed = attempt(lambda: _change(spec.recipe, base, request.changes)) if spec and base is not None else None
+    if not method:
+        attempt(lambda: _check_preset(request.preset))
+    # A mistake above hides none below: what is not known is looked up wherever it could be.
+    possible = [base] if base is not None else [m.config_type() for m in ([method] if method else METHODS.values())]
+    changed = attempt(lambda: _change(spec.recipe if spec else Recipe(), possible, request.changes))
     if problems:
         raise ConfigError(problems)
     assert spec and method and order and changed and device and seed is not None
@@ -154,14 +158,31 @@ def resolve(request: RunRequest) -> RunPlan:
     return RunPlan(spec, order, method, config, recipe, seed, request.preset, differing, device)
 
 
-def _change(recipe: Recipe, config: Any, changes: Mapping[str, Any]) -> tuple[Recipe, Any]:
-    """Sets values in whichever of the two has them; no name is in both."""
-    recipe_names, config_names = as_dict(recipe).keys(), as_dict(config).keys()
+def _check_preset(preset: str) -> None:
+    known = {DEFAULT_PRESET, *(name for method in METHODS.values() for name in method.presets)}
+    if preset not in known:
+        raise ConfigError(unknown("preset", preset, known))
+
+
+def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any]) -> tuple[Recipe, Any]:
+    """Sets values in the recipe or the switches, whichever has them.
+
+    Args:
+        recipe: The stream's recipe.
+        possible: The method's switches; of every method, if it is not known which.
+        changes: Values by dotted name.
+    """
+    recipe_names = as_dict(recipe).keys()
+    config = next((c for c in possible if changes.keys() <= {*as_dict(c), *recipe_names}), possible[0])
+    config_names = {name for c in possible for name in as_dict(c)}
+    both = sorted(recipe_names & as_dict(config).keys())
+    if both:
+        raise ConfigError(f"the method's switches {', '.join(both)} are called like sizes of the recipe: rename them.")
     problems = [
         unknown("switch", n, {*recipe_names, *config_names}) for n in changes if n not in {*recipe_names, *config_names}
     ]
     parts = []
-    for part, names in ((recipe, recipe_names), (config, config_names)):
+    for part, names in ((recipe, recipe_names), (config, as_dict(config).keys())):
         try:
             parts.append(override(part, {n: v for n, v in changes.items() if n in names}))
         except ConfigError as error:
@@ -186,21 +207,21 @@ def find_method(name: str) -> type[Method]:
 
 def _file_hash(method: type[Method]) -> str | None:
     """sha256 of the file of a user's own method: once it is edited, it is another method."""
-    if method.__module__.startswith(_USER_MODULE):
-        return hashlib.sha256(inspect.getsource(sys.modules[method.__module__]).encode()).hexdigest()
-    return None
+    _, marker, digest = method.__module__.partition(_USER_MODULE)
+    return digest if marker else None
 
 
 def _method_from_file(path: Path) -> type[Method]:
     if not path.is_file():
         raise ConfigError(f"method file {str(path)!r} does not exist.")
-    spec = importlib.util.spec_from_file_location(f"{_USER_MODULE}{path.stem}", path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{_USER_MODULE}{digest}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise ConfigError(f"method file {str(path)!r} cannot be loaded: {type(error).__name__}: {error}.") from error
     own = [
@@ -216,6 +237,8 @@ def _method_from_file(path: Path) -> type[Method]:
     missing = [n for n in ("name", "title", "family", "paper", "config_type") if not hasattr(method, n)]
     if abstract or missing:
         raise ConfigError(f"method {method.__name__} in {str(path)!r} lacks {', '.join([*missing, *abstract])}.")
+    if not is_dataclass(method.config_type):
+        raise ConfigError(f"config_type of {method.__name__} in {str(path)!r} must be a dataclass of switches.")
     return method
 
 
@@ -233,6 +256,8 @@ def preset_config(method: type[Method], preset: str, stream: str) -> Any:
 
 def _parse_seed(seed: int | str) -> int:
     try:
+        if not isinstance(seed, int | str):
+            raise ValueError(seed)
         value = int(seed)
     except ValueError as error:
         raise ConfigError(f"the seed must be a whole number, got {seed!r}; e.g. 2022.") from error

@@ -18,9 +18,9 @@ from typing import Any, final
 import torch
 
 from ratp.environment import describe_environment
-from ratp.errors import RatpError, RunDirectoryError
+from ratp.errors import RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy
-from ratp.files import read_json, read_tensors, write_json, write_tensors, write_text
+from ratp.files import is_leftover, read_json, read_tensors, remove_leftovers, write_json, write_tensors, write_text
 from ratp.lock import LOCK_FILE, exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Tick, train, unpack
@@ -30,10 +30,6 @@ from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
 _START_ANEW = "Remove the folder to start anew, or choose another with --out."
-
-
-class TrainingError(RatpError):
-    """Training went wrong in a way that more training cannot mend."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ class Run:
                 yield from self._stage(stage)
             if not (self.folder / "weights.safetensors").exists():
                 state = self.method.state()
-                about = {"fingerprint": self.config["fingerprint"], "classes": json.dumps(self.stream.classes)}
+                about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
                 write_tensors(self.folder / "weights.safetensors", unpack(state).get("network", state), about)
                 self._note("run_finished")
 
@@ -145,7 +141,7 @@ class Run:
         """Refuses a folder that is not this run's, before anything is written to it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            present = {item.name for item in self.folder.iterdir()} - {LOCK_FILE}
+            present = {item.name for item in self.folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot use {self.folder} as a run directory: {error.strerror}. Choose another folder with --out."
@@ -172,21 +168,23 @@ class Run:
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage left it."""
+        self.method, self.matrix = self.plan.build_method(self.stream), Matrix(self.stream.order)
+        remove_leftovers(self.folder)
         state_file = self.folder / "state.safetensors"
-        if not (self.folder / "config.json").exists() or not state_file.exists():
+        if not state_file.exists():
+            write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
             write_json(self.folder / "environment.json", describe_environment(self.plan.device))
             write_json(self.folder / "matrix.json", self.matrix.to_json())
             write_text(self.folder / "journal.jsonl", "")
             self._save_samples()
-            write_json(self.folder / "config.json", self.config)
             self._note("run_started")
             return
         try:
             state, about = read_tensors(state_file)
             if about["fingerprint"] != self.config["fingerprint"]:
                 raise RunDirectoryError("it belongs to another run")
-            self.matrix = Matrix.from_json(json.loads(about["matrix"]))
-            finished = list(json.loads(about["stage_events"]))
+            self.matrix = Matrix.from_json(about["matrix"])
+            finished = list(about["stage_events"])
             self.method.load_state(state)
         except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {_START_ANEW}") from error
@@ -223,7 +221,10 @@ class Run:
                 if self.probe and done < total:
                     yield self._measure(stage, done / total)
                 epoch_started = time.perf_counter()
-        row = {test.name: accuracy(self.method, test) for test in self.stream.tests}
+        try:
+            row = {test.name: accuracy(self.method, test) for test in self.stream.tests}
+        except TrainingError as error:
+            raise self._ruined(stage, str(error)) from error
         if self.probe:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = time.perf_counter() - started
@@ -239,6 +240,10 @@ class Run:
     def _finish_stage(
         self, stage: int, row: Mapping[str, float], statistics: Mapping[str, float], seconds: float
     ) -> None:
+        state = self.method.state()
+        bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
+        if bad:
+            raise self._ruined(stage, f"{bad[0]} holds values that are no numbers after stage {stage}")
         self.matrix = self.matrix.with_row(list(row.values()))
         event = {
             "event": "stage_finished",
@@ -252,10 +257,10 @@ class Run:
         journal = read_journal(self.folder / "journal.jsonl")
         about = {
             "fingerprint": self.config["fingerprint"],
-            "matrix": json.dumps(self.matrix.to_json()),
-            "stage_events": json.dumps([e for e in journal if e["event"] == "stage_finished"] + [event]),
+            "matrix": self.matrix.to_json(),
+            "stage_events": [e for e in journal if e["event"] == "stage_finished"] + [event],
         }
-        write_tensors(self.folder / "state.safetensors", self.method.state(), about)
+        write_tensors(self.folder / "state.safetensors", state, about)
         write_json(self.folder / "matrix.json", self.matrix.to_json())
         self._append(event)
 
@@ -263,11 +268,7 @@ class Run:
         means = {name: float(value) for name, value in tick.means.items()}
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad:
-            raise TrainingError(
-                f"{', '.join(bad)} became {means[bad[0]]} in epoch {tick.epoch} of stage {stage} "
-                f"({self.stream.order[stage]}). The stages before it are kept in {self.folder}. "
-                "A smaller learning rate (--set lr=…) or pca.form=stable usually helps."
-            )
+            raise self._ruined(stage, f"{', '.join(bad)} became {means[bad[0]]} in epoch {tick.epoch} of stage {stage}")
         self._note(
             "epoch",
             stage=stage,
@@ -277,6 +278,12 @@ class Run:
             means=means,
             statistics=dict(tick.statistics),
             seconds=round(seconds, 3),
+        )
+
+    def _ruined(self, stage: int, what: str) -> TrainingError:
+        return TrainingError(
+            f"{what} ({self.stream.order[stage]}). The stages before it are kept in {self.folder}. "
+            "A smaller learning rate (--set lr=…) usually helps."
         )
 
     def _measure(self, stage: int, progress: float) -> Probed:

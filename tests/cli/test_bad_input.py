@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import TINY_OPTIONS, files_of, ratp
+from helpers import TINY_OPTIONS, files_of, journal_of, ratp
 
 EXAMPLE = "'scan>photo>font>street'"
 TINY_RUN = ["run", "--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
@@ -207,10 +207,7 @@ class TestDamagedRun:
     def test_a_journal_cut_short_is_completed(self, run, complete):
         cut(run / "journal.jsonl", 0.9)
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
-        finished = [line for line in (run / "journal.jsonl").read_text().splitlines() if "stage_finished" in line]
-        assert finished == [
-            line for line in (complete / "journal.jsonl").read_text().splitlines() if "stage_finished" in line
-        ]
+        assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
     @pytest.mark.parametrize(
         "content", ["broken\n{}\n", '{"a": 1}\n{"b": 2}\n', '{"event": "epoch", "stage": "two"}\n', "\0"]
@@ -225,6 +222,13 @@ class TestDamagedRun:
         result = ratp(*TINY_RUN, "--out", run, "-q")
         assert result.code == 0 or (result.code == 2 and "journal.jsonl" in result.err)
 
+    def test_a_complete_run_without_its_state_is_not_thrown_away(self, run):
+        """Deleted to save room, say: its results stay, whether the command is refused or has nothing to do."""
+        (run / "state.safetensors").unlink()
+        before = files_of(run)
+        assert ratp(*TINY_RUN, "--out", run, "-q").code in (0, 2)
+        assert {name: files_of(run)[name] for name in before} == before
+
     def test_a_state_that_is_none_of_ours(self, run):
         from safetensors.torch import save_file
         from torch import zeros
@@ -233,15 +237,16 @@ class TestDamagedRun:
         refused(*TINY_RUN, "--out", run, told=["state.safetensors", "does not fit this run", "Remove the folder"])
 
     @pytest.mark.parametrize("metadata", ["matrix", "stage_events"])
-    @pytest.mark.parametrize("value", ["{}", "["])
+    @pytest.mark.parametrize("value", [{}, "[", 5])
     def test_a_state_with_nonsense_about_it(self, run, metadata, value):
         from safetensors import safe_open
         from safetensors.torch import save_file
 
         with safe_open(run / "state.safetensors", framework="pt") as file:
-            about = {**file.metadata(), metadata: value}
+            about = json.loads(file.metadata()["about"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        save_file(tensors, run / "state.safetensors", about)
+        assert metadata in about
+        save_file(tensors, run / "state.safetensors", {"about": json.dumps({**about, metadata: value})})
         result = ratp(*TINY_RUN, "--out", run, "-q")
         assert result.code == 0 or (result.code == 2 and "state.safetensors" in result.err)
 

@@ -6,7 +6,6 @@ be written is no reason to stop.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -63,7 +62,7 @@ def _store(path: Path, key: str, domain: LabelledDomain) -> None:
     if domain.held_out is not None:
         tensors["held_out"] = domain.held_out
     about = {"key": key, "name": domain.name, "classes": domain.classes, "fingerprint": domain.fingerprint()}
-    write_tensors(path, tensors, {"domain": json.dumps(about)})
+    write_tensors(path, tensors, about)
 
 
 def _load(path: Path, key: str) -> LabelledDomain:
@@ -72,8 +71,7 @@ def _load(path: Path, key: str) -> LabelledDomain:
     Raises:
         RatpError, KeyError, TypeError, ValueError: If it is anything else.
     """
-    tensors, metadata = read_tensors(path)
-    about = json.loads(metadata["domain"])
+    tensors, about = read_tensors(path)
     domain = LabelledDomain(
         about["name"], tensors["images"], tensors["labels"], tuple(about["classes"]), tensors.get("held_out")
     )
