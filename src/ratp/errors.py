@@ -34,6 +34,10 @@ class TrainingError(RatpError):
     """Training went wrong in a way that more training cannot mend."""
 
 
+# A message lists at most so many names.
+MOST_NAMES = 20
+
+
 def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
     """A sentence for a name that does not exist, with the nearest one that does.
 
@@ -46,4 +50,7 @@ def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
     near = get_close_matches(str(given).lower(), [n.lower() for n in names], n=1, cutoff=0.6)
     match = next((n for n in names if near and n.lower() == near[0]), None)
     hint = f" Did you mean {match!r}?" if match else ""
+    if len(names) > MOST_NAMES:
+        near = get_close_matches(str(given), names, n=5, cutoff=0.3) or names[:5]
+        return f"unknown {kind} {given!r}.{hint} Valid: {', '.join(near)}, … ({len(names)} in all)."
     return f"unknown {kind} {given!r}.{hint} Valid: {', '.join(names) or 'none'}."

@@ -17,7 +17,7 @@ class NetworkConfig:
     """Sizes of a network."""
 
     backbone: Literal["dtn"] = switch("dtn", "feature extractor")
-    width: float = switch(1.0, "factor on the feature extractor's channels", above=0)
+    width: float = switch(1.0, "factor on the feature extractor's channels", above=0, below=100)
     hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
     dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)
 

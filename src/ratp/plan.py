@@ -181,6 +181,8 @@ def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any])
     problems = [
         unknown("switch", n, {*recipe_names, *config_names}) for n in changes if n not in {*recipe_names, *config_names}
     ]
+    if problems:
+        problems[-1] += " `ratp methods show` and `ratp streams show` list them all."
     parts = []
     for part, names in ((recipe, recipe_names), (config, as_dict(config).keys())):
         try:

@@ -19,7 +19,7 @@ class Recipe:
     batch: int = switch(64, "images in a batch", minimum=2)
     epochs: int = switch(30, "epochs a stage", minimum=1)
     steps: int = switch(800, "steps an epoch", minimum=1)
-    lr: float = switch(0.01, "initial learning rate of a stage", above=0)
+    lr: float = switch(0.01, "initial learning rate of a stage", above=0, below=3.4e38)
     memory: int = switch(200, "exemplars kept over all domains", minimum=0)
     mean: tuple[float, float, float] = switch((0.5, 0.5, 0.5), "channel means taken off the images")
     std: tuple[float, float, float] = switch((0.5, 0.5, 0.5), "channel deviations the images are divided by", above=0)

@@ -128,6 +128,7 @@ class Run:
         """
         self._check_folder()
         with exclusive(self.folder):
+            self._check_folder()  # once more: another run may have been quicker
             self._open()
             for stage in range(self.matrix.stages, len(self.stream.order)):
                 yield from self._stage(stage)
@@ -172,6 +173,7 @@ class Run:
         remove_leftovers(self.folder)
         state_file = self.folder / "state.safetensors"
         if not state_file.exists():
+            self._refuse_lost_state(state_file)
             write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
             write_json(self.folder / "environment.json", describe_environment(self.plan.device))
             write_json(self.folder / "matrix.json", self.matrix.to_json())
@@ -199,6 +201,16 @@ class Run:
         if not self.matrix.complete:
             self._note("run_resumed", finished_stages=self.matrix.stages)
 
+    def _refuse_lost_state(self, state_file: Path) -> None:
+        """Never trains over results whose state has gone."""
+        matrix = self.folder / "matrix.json"
+        stages = len(read_json(matrix).get("accuracy", [])) if matrix.exists() else 0
+        if stages:
+            raise RunDirectoryError(
+                f"{state_file} is missing, but the folder holds results of {stages} stage(s). "
+                f"Put the file back to go on. {_START_ANEW}"
+            )
+
     def _stage(self, stage: int) -> Iterator[Event]:
         name = self.stream.order[stage]
         phases, images = self._phases(stage)
@@ -209,7 +221,7 @@ class Run:
         statistics: dict[str, float] = {}
         done = 0
         if self.probe:
-            yield self._measure(stage, 0.0)
+            yield from self._measure(stage, 0.0)
         for moment in train(phases):
             if not isinstance(moment, Tick):
                 statistics |= moment
@@ -219,7 +231,7 @@ class Run:
             if moment.epoch_done:
                 self._note_epoch(stage, moment, time.perf_counter() - epoch_started)
                 if self.probe and done < total:
-                    yield self._measure(stage, done / total)
+                    yield from self._measure(stage, done / total)
                 epoch_started = time.perf_counter()
         try:
             row = {test.name: accuracy(self.method, test) for test in self.stream.tests}
@@ -286,9 +298,14 @@ class Run:
             "A smaller learning rate (--set lr=…) usually helps."
         )
 
-    def _measure(self, stage: int, progress: float) -> Probed:
+    def _measure(self, stage: int, progress: float) -> Iterator[Probed]:
+        """The new domain's accuracy now; nothing if it has none, for a probe must not end a run."""
         test = self.stream.tests[stage]
-        return self._probed(stage, progress, {test.name: accuracy(self.method, test)})
+        try:
+            measured = accuracy(self.method, test)
+        except TrainingError:
+            return
+        yield self._probed(stage, progress, {test.name: measured})
 
     def _probed(self, stage: int, progress: float, measured: Mapping[str, float]) -> Probed:
         name = self.stream.order[stage]

@@ -26,8 +26,8 @@ class Display(Protocol):
     def start(self, event: StageStarted) -> None:
         """A stage begins."""
 
-    def step(self, event: Trained, speed: float) -> None:
-        """Some updates were made, at ``speed`` updates a second."""
+    def step(self, event: Trained, done: int, speed: float) -> None:
+        """``done`` updates of the stage were made, at ``speed`` updates a second."""
 
     def finish(self, event: StageFinished) -> None:
         """A stage ended."""
@@ -67,7 +67,7 @@ def _show(events: Iterable[Event], display: Display) -> bool:
             now = time.perf_counter()
             if now - shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
                 shown_at = now
-                display.step(event, steps / max(now - stage_started, 1e-9))
+                display.step(event, steps, steps / max(now - stage_started, 1e-9))
         elif isinstance(event, StageFinished):
             display.finish(event)
     return any_event
@@ -100,10 +100,8 @@ class _Bars:
         name = f"[bold]{escape(self._run.plan.method.name)}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
         self._progress.reset(self._task, total=event.steps or None, description=name, note="")
 
-    def step(self, event: Trained, speed: float) -> None:
-        tick = event.tick
-        done = tick.epoch * tick.phase.steps + tick.step
-        self._progress.update(self._task, completed=done, note=f"{_note(tick)} {speed:.1f}/s")
+    def step(self, event: Trained, done: int, speed: float) -> None:
+        self._progress.update(self._task, completed=done, note=f"{_note(event.tick)} {speed:.1f}/s")
 
     def finish(self, event: StageFinished) -> None:
         self._console.print(f"[green]✓[/] {escape(_summary(self._run, event))}", soft_wrap=True)
@@ -122,11 +120,11 @@ class _Lines:
         where = f"{self._run.plan.method.name} stage {_place(self._run, event.stage)} {event.domain}"
         self._print(f"{where}: {event.images} images, {event.steps} steps")
 
-    def step(self, event: Trained, speed: float) -> None:
+    def step(self, event: Trained, done: int, speed: float) -> None:
         if time.perf_counter() - self._printed_at < SECONDS_BETWEEN_LINES:
             return
         tick = event.tick
-        left = (self._steps - tick.epoch * tick.phase.steps - tick.step) / max(speed, 1e-9)
+        left = (self._steps - done) / max(speed, 1e-9)
         self._print(
             f"  {tick.phase.name} epoch {tick.epoch + 1}/{tick.phase.epochs}: {_note(tick)}, "
             f"{speed:.1f} steps/s, {left:.0f} s left"

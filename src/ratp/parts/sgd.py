@@ -37,21 +37,35 @@ def lr_multiplier(schedule: Schedule, epoch: int, epochs: int) -> float:
 
 
 class StageSGD:
-    """SGD for one stage: made anew with every domain."""
+    """SGD for one stage: made anew with every domain.
+
+    ``torch.optim`` is not used: making its first optimiser takes seconds, for compilers that are not needed.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, epochs: int, config: SGDConfig) -> None:
-        self._lr, self._epochs, self._schedule = lr, epochs, config.schedule
-        self._optimiser = torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        self._initial_lr, self._epochs, self._config = lr, epochs, config
+        self._lr = lr
+        self._parameters: list[Tensor] = list(parameters)
+        self._velocities = [torch.zeros_like(p) for p in self._parameters] if config.momentum else []
 
     def begin_epoch(self, epoch: int) -> float:
         """Sets and returns the learning rate of ``epoch``."""
-        lr = self._lr * lr_multiplier(self._schedule, epoch, self._epochs)
-        for group in self._optimiser.param_groups:
-            group["lr"] = lr
-        return lr
+        self._lr = self._initial_lr * lr_multiplier(self._config.schedule, epoch, self._epochs)
+        return self._lr
 
     def minimise(self, loss: Tensor) -> None:
-        """One update."""
-        self._optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimiser.step()
+        """One update of the parameters the loss depends on."""
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        used = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        parameters = [self._parameters[index] for index in used]
+        with torch.no_grad():
+            # g ← ∇L + λθ
+            steps = torch._foreach_add([gradients[i] for i in used], parameters, alpha=self._config.weight_decay)
+            if self._config.momentum:
+                # v ← μv + g
+                velocities = [self._velocities[index] for index in used]
+                torch._foreach_mul_(velocities, self._config.momentum)
+                torch._foreach_add_(velocities, steps)
+                steps = tuple(velocities)
+            # θ ← θ − ηv
+            torch._foreach_add_(parameters, steps, alpha=-self._lr)
