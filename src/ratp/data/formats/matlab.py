@@ -1,0 +1,117 @@
+"""MATLAB's files of SVHN, SYN and MNIST-M, and the HDF5 file of USPS.
+
+Old MATLAB files are read by scipy, new ones are HDF5 and need h5py. From either, only arrays of numbers are
+taken, and only those whose names say what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ratp.data.formats.arrays import MOST_BYTES, Array, paired, whole_numbers
+from ratp.data.formats.libsvm import USPS_SIDE
+from ratp.errors import RatpError
+
+HDF5 = b"\x89HDF\r\n\x1a\n"
+_NUMBERS = {
+    **dict.fromkeys(("uint8", "int8", "logical"), 1),
+    **dict.fromkeys(("uint16", "int16"), 2),
+    **dict.fromkeys(("uint32", "int32", "single"), 4),
+    **dict.fromkeys(("uint64", "int64", "double"), 8),
+}  # MATLAB's names of number types, and the bytes of each
+
+
+def read_mat(path: Path) -> list[tuple[Array, Array]]:
+    """Images (N, height, width, 3) and digits (N,) from a MATLAB file of version 5.
+
+    Raises:
+        RatpError: If it is damaged, or holds no known names.
+    """
+    from scipy.io import loadmat, whosmat  # type: ignore[import-untyped]
+
+    try:
+        listed = {name: (shape, kind) for name, shape, kind in whosmat(path)}
+    except Exception as error:  # damaged files make the reader raise whatever it happens to stumble over
+        raise RatpError(f"{path} is no MATLAB file that can be read: {error or type(error).__name__}.") from error
+    wanted = [name for pair in paired(listed, str(path)) for name in pair]
+    for name in wanted:
+        shape, kind = listed[name]
+        if kind not in _NUMBERS:
+            raise RatpError(f"{path}: expected {name} to be an array of numbers, found a {kind}.")
+        if math.prod(shape) * _NUMBERS[kind] > MOST_BYTES:
+            raise RatpError(f"{path}: {name} of shape {shape} is larger than the {MOST_BYTES:,} bytes allowed.")
+    try:
+        arrays = loadmat(path, variable_names=wanted, verify_compressed_data_integrity=True)
+    except Exception as error:  # as above
+        raise RatpError(f"{path} is damaged: {error or type(error).__name__}. Download it again.") from error
+    return [_digits(arrays[a], arrays[b], f"{path}, {a} and {b}") for a, b in paired(listed, str(path))]
+
+
+def read_hdf5(path: Path) -> list[tuple[Array, Array]]:
+    """Images and digits from a MATLAB file of version 7.3, or from ``train`` and ``test`` of USPS.
+
+    Raises:
+        RatpError: If h5py is not installed, the file is damaged or holds no known names.
+    """
+    h5py = _h5py(path)
+    try:
+        with h5py.File(path, "r") as file:
+            parts = [part for part in ("train", "test") if isinstance(file.get(part), h5py.Group)]
+            if parts:
+                return [_usps(file[part], f"{path}, {part}", h5py) for part in parts]
+            return [
+                # MATLAB counts the axes from the other end.
+                _digits(_numbers(file, a, path, h5py).T, _numbers(file, b, path, h5py).T, f"{path}, {a} and {b}")
+                for a, b in paired(dict.fromkeys(file), str(path))
+            ]
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        raise RatpError(f"{path} is no HDF5 file that can be read: {error}.") from error
+
+
+def _h5py(path: Path) -> Any:
+    try:
+        return import_module("h5py")
+    except ImportError as error:
+        raise RatpError(f"{path} is an HDF5 file, and reading it needs h5py: pip install h5py") from error
+
+
+def _numbers(group: Any, name: str, origin: object, h5py: Any) -> Array:
+    link = group.get(name, getlink=True)
+    data = group.get(name) if isinstance(link, h5py.HardLink) else None
+    if not isinstance(data, h5py.Dataset) or data.dtype.kind not in "uif" or data.external or data.is_virtual:
+        raise RatpError(f"{origin}: expected {name} to be an array of numbers within the file, found something else.")
+    if data.size * data.dtype.itemsize > MOST_BYTES:
+        raise RatpError(f"{origin}: {name} of shape {data.shape} is larger than the {MOST_BYTES:,} bytes allowed.")
+    return np.asarray(data[()])
+
+
+def _usps(group: Any, origin: str, h5py: Any) -> tuple[Array, Array]:
+    images, digits = _numbers(group, "data", origin, h5py), _numbers(group, "target", origin, h5py)
+    if images.ndim != 2 or images.shape[1] != USPS_SIDE**2:
+        raise RatpError(f"{origin}: expected images of {USPS_SIDE**2} pixels, found an array of shape {images.shape}.")
+    return images.reshape(-1, USPS_SIDE, USPS_SIDE), digits.ravel()
+
+
+def _digits(images: Array, labels: Array, origin: str) -> tuple[Array, Array]:
+    """Images with the picture's axis first, and digits from labels: 10 is SVHN's way to write 0."""
+    if labels.ndim == 2 and 10 in labels.shape and 1 not in labels.shape:
+        labels = (labels if labels.shape[1] == 10 else labels.T).argmax(axis=1)  # a column a class
+    numbers = whole_numbers(labels.ravel(), origin)
+    if numbers.min() < 0 or numbers.max() > 10 or {0, 10} <= set(np.unique(numbers).tolist()):
+        raise RatpError(
+            f"{origin}: expected the digits 0..9 as labels, or 1..10 with 10 for 0, "
+            f"found {numbers.min()} to {numbers.max()}."
+        )
+    count = len(numbers)
+    if images.ndim == 4 and images.shape[3] == count and images.shape[2] in (1, 3):
+        images = images.transpose(3, 0, 1, 2)
+    elif images.ndim == 3 and images.shape[2] == count and images.shape[0] != count:
+        images = images.transpose(2, 0, 1)
+    if len(images) != count:
+        raise RatpError(f"{origin}: expected as many images as labels, found {count:,} labels and {images.shape}.")
+    return images, numbers % 10

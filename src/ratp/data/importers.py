@@ -1,0 +1,177 @@
+"""Domains from what users have: files of the published data sets, folders and zips of images.
+
+What a file is, its content says; its name only helps where content leaves a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace as changed
+from pathlib import Path
+
+from ratp.data.download import PATIENCE, Opener, Patience, download, open_web
+from ratp.data.formats.arrays import Array, array_pictures, read_npz
+from ratp.data.formats.canonical import (
+    ImportReport,
+    OnBadImage,
+    Pictures,
+    Progress,
+    check_name,
+    joined,
+    provenance,
+    selected,
+    write_domain,
+)
+from ratp.data.formats.idx import idx_pairs
+from ratp.data.formats.layouts import Place, by_folder, by_list, lists_in
+from ratp.data.formats.libsvm import read_libsvm
+from ratp.data.formats.matlab import read_hdf5, read_mat
+from ratp.data.formats.recognition import read_list, recognised
+from ratp.data.sources import DIGITS, data_set
+from ratp.errors import RatpError
+
+__all__ = ["ImportReport", "fetch_domain", "import_domain"]
+
+_DIGIT_DOMAINS = frozenset(data_set("digits").domains)
+_ARRAYS: dict[str, Callable[[Path], list[tuple[Array, Array]]]] = {
+    "mat": read_mat,
+    "hdf5": read_hdf5,
+    "npz": read_npz,
+    "libsvm": read_libsvm,
+}
+
+
+def import_domain(
+    name: str,
+    inputs: Sequence[Path],
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    classes: Collection[str] | None = None,
+    on_bad_image: OnBadImage = "stop",
+    replace: bool = False,
+    expected: int | None = None,
+) -> ImportReport:
+    """Writes ``out/NAME.zip`` from what ``inputs`` hold.
+
+    Recognised are idx files (MNIST), MATLAB files (SVHN, SYN, MNIST-M), libsvm text and HDF5 (USPS), npz files,
+    folders and zips with a folder a class, alone or below folders of domains (PACS, DomainNet), and folders
+    with a list of labels (MNIST-M). Images are numbered in the order of the inputs.
+
+    Args:
+        name: Of the domain. Those of the digits take only the classes 0..9.
+        inputs: Files and folders.
+        out: The folder to write to; made if need be.
+        progress: Called with the number of images so far, and of all.
+        classes: Keep only these; all if None.
+        on_bad_image: Whether an image that cannot be read stops the import, or is left out and reported.
+        replace: Whether a zip of that name may be replaced.
+        expected: How many images there must be, if that is known.
+
+    Raises:
+        RatpError: If the inputs are not what they should be. Nothing is written then.
+    """
+    check_name("domain", name)
+    if not inputs:
+        raise RatpError(f"nothing to import for {name!r}: give the files or the folder it is made from.")
+    pictures = _pictures(name, [found for path in inputs for found in recognised(path)])
+    if classes is not None:
+        pictures = selected(pictures, classes)
+    _check_digits(name, pictures)
+    return write_domain(
+        name,
+        pictures,
+        out,
+        provenance=next((made for made in map(provenance, inputs) if made), None),
+        replace=replace,
+        on_bad_image=on_bad_image,
+        expected=expected,
+        progress=progress,
+    )
+
+
+def fetch_domain(
+    data: str,
+    domain: str,
+    folder: Path,
+    progress: Progress | None = None,
+    *,
+    opener: Opener = open_web,
+    patience: Patience = PATIENCE,
+    on_bad_image: OnBadImage = "stop",
+    replace: bool = False,
+) -> ImportReport:
+    """Downloads a domain of the catalogue and imports it to ``folder/DATA/DOMAIN.zip``.
+
+    Downloads are kept in ``folder/downloads/DATA``; they may be removed afterwards.
+
+    Args:
+        data: Name of the data set.
+        domain: Name of the domain.
+        folder: The data folder.
+        progress: Called while downloading, and again while importing.
+        opener: Sends a request with a timeout.
+        patience: How long to try an address.
+        on_bad_image: As for :func:`import_domain`.
+        replace: As for :func:`import_domain`.
+
+    Raises:
+        RatpError: If it cannot be downloaded or imported; for a domain without a reliable address, how to get it.
+    """
+    chosen = data_set(data)
+    source = chosen.domain(domain)
+    if not source.files:
+        raise RatpError(f"{domain} of {data} has no address it can be downloaded from.\n{source.manual}")
+    if (folder / data / f"{domain}.zip").exists() and not replace:
+        raise RatpError(f"{folder / data / domain}.zip exists already. Remove it first, or ask for it to be replaced.")
+    files = [
+        download(
+            file.urls,
+            folder / "downloads" / data / file.name,
+            file.sha256,
+            progress,
+            opener,
+            size=file.size,
+            manual=source.manual,
+            patience=patience,
+        )
+        for file in source.chosen()
+    ]
+    report = import_domain(
+        domain,
+        files,
+        folder / data,
+        progress,
+        classes=chosen.classes if chosen.is_selection else None,
+        on_bad_image=on_bad_image,
+        replace=replace,
+        expected=source.images(),
+    )
+    notes = [f"{domain}: {source.terms}."] if source.terms else []
+    if source.published not in (None, report.total):
+        notes.append(f"{domain} has {report.total:,} images; it was published with {source.published:,}.")
+    return changed(report, notes=(*report.notes, *notes))
+
+
+def _pictures(name: str, inputs: Sequence[tuple[str, Path]]) -> Pictures:
+    def of_kind(kind: str) -> list[Path]:
+        return [path for found, path in inputs if found == kind]
+
+    arrays = [(path, images, labels) for path, images, labels in idx_pairs(of_kind("idx"))]
+    arrays += [(path, *pair) for kind, path in inputs if kind in _ARRAYS for pair in _ARRAYS[kind](path)]
+    parts = [array_pictures(images, labels, str(path)) for path, images, labels in arrays]
+    lists = [read_list(path) for path in of_kind("list")]
+    roots = of_kind("folder") + of_kind("zip") or list(dict.fromkeys(path.parent for path in of_kind("list")))
+    places = [Place.at(root) for root in roots]
+    lists = lists or [labels for place in places for labels in lists_in(place)]
+    parts += [by_list(labels, places) for labels in lists] if lists else [by_folder(name, place) for place in places]
+    return joined(parts)
+
+
+def _check_digits(name: str, pictures: Pictures) -> None:
+    others = sorted(set(pictures.classes) - set(DIGITS))
+    if name in _DIGIT_DOMAINS and others:
+        raise RatpError(
+            f"{name!r} has the classes 0..9, found {', '.join(others[:10])}. "
+            "Give the right files, or import them under another name."
+        )

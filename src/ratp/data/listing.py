@@ -1,0 +1,75 @@
+"""What lies in a folder or an archive, before anything is made of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ratp.errors import RatpError
+
+IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+MAX_FILE_BYTES = 512 * 2**20  # of one image: what a hundred million pixels need in any usual format
+_NAMED = 5  # names a message gives
+_CLUTTER = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
+
+
+class BadImage(RatpError):  # noqa: N818
+    """A file that is not a usable image; the message is the reason, to be put after the file's name."""
+
+
+class FoundFile(NamedTuple):
+    """An image file.
+
+    Attributes:
+        name: Relative name with ``/``.
+        size: Bytes.
+        stamp: What changes with the content: time of the last change in ns, or the archive's checksum.
+    """
+
+    name: str
+    size: int
+    stamp: int
+
+
+class Unreadable(NamedTuple):
+    """Something that could not be looked into.
+
+    Attributes:
+        name: Relative name with ``/``.
+        reason: Why, in a few words.
+    """
+
+    name: str
+    reason: str
+
+
+class Listing(NamedTuple):
+    """Files of a folder or an archive.
+
+    Attributes:
+        files: Images by their ending, sorted by name.
+        ignored: Names of other files, and of links to folders that are listed already.
+        unreadable: Folders and links that could not be followed.
+        read: From the name of a file to its bytes; raises BadImage.
+    """
+
+    files: tuple[FoundFile, ...]
+    ignored: tuple[str, ...]
+    unreadable: tuple[Unreadable, ...]
+    read: Callable[[str], bytes]
+
+
+def is_image_name(name: str) -> bool:
+    """Whether the name ends like that of an image, in any case."""
+    _, dot, ending = name.rpartition(".")
+    return dot + ending.lower() in IMAGE_ENDINGS
+
+
+def is_clutter(part: str) -> bool:
+    """Whether a file or folder of that name is hidden or left behind by a desktop."""
+    return part.startswith(".") or part.lower() in _CLUTTER
+
+
+def quoted(names: Sequence[str]) -> str:
+    """The first names of many, for a message."""
+    return ", ".join(repr(name) for name in names[:_NAMED]) + (", …" if len(names) > _NAMED else "")

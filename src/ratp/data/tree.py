@@ -1,0 +1,159 @@
+"""A domain as it lies on disk: a folder or a zip with ``class/image`` below it, or images without classes.
+
+The order of the files is that of their relative names by Unicode code points, whatever the file system says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ratp.data.archive import ArchiveLimits, list_archive
+from ratp.data.folder import list_folder
+from ratp.data.listing import IMAGE_ENDINGS, BadImage, FoundFile, Listing, Unreadable, quoted
+from ratp.errors import RatpError
+
+
+class ImageFile(NamedTuple):
+    """An image of a domain.
+
+    Attributes:
+        name: Relative name with ``/``, below the domain.
+        class_name: The folder it lies in, or None in a flat domain.
+        size: Bytes.
+        stamp: Time of the last change in ns, or the checksum of the archive.
+        place: Relative name with ``/``, below what was opened.
+    """
+
+    name: str
+    class_name: str | None
+    size: int
+    stamp: int
+    place: str
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTree:
+    """The image files of a domain.
+
+    Attributes:
+        path: The folder or archive.
+        name: Its name, without ``.zip``.
+        classes: Names of the classes that have images, sorted; None if the domain is flat.
+        files: The images, sorted by name.
+        ignored: Names of files that are no images by their ending, sorted.
+        unreadable: Folders and links that could not be followed, each with the reason.
+    """
+
+    path: Path
+    name: str
+    classes: tuple[str, ...] | None
+    files: tuple[ImageFile, ...]
+    ignored: tuple[str, ...]
+    unreadable: tuple[Unreadable, ...]
+    _read: Callable[[str], bytes] = field(repr=False)
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether the images lie in a zip."""
+        return self.path.suffix.lower() == ".zip" and not self.path.is_dir()
+
+    def read(self, file: ImageFile) -> bytes:
+        """The bytes of an image.
+
+        Raises:
+            BadImage: If it cannot be read, is damaged in its archive, or is not as large as it was when listed.
+        """
+        data = self._read(file.place)
+        if len(data) != file.size:
+            raise BadImage(f"has changed since it was listed: {file.size:,} bytes then, {len(data):,} now")
+        return data
+
+
+def open_tree(path: Path, limits: ArchiveLimits | None = None) -> ImageTree:
+    """Lists the images of a domain without reading any.
+
+    Recognised are ``class/image`` and, for a domain without labels, images only. Everything may lie in one more
+    folder, as in an archive of a folder; a single folder of images counts as that if it has the domain's name,
+    else as a class. Folders within a class belong to the class.
+
+    Args:
+        path: A folder or a ``.zip``.
+        limits: What an archive may ask for; the defaults if None.
+
+    Raises:
+        RatpError: If there is no such folder or archive, it is damaged or refused, has no images, or has images
+            both beside and in class folders.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RatpError(
+            f"{path} does not exist. Give the folder or the .zip of a domain: class/image below it."
+        ) from error
+    except OSError as error:
+        raise RatpError(f"cannot read {path}: {error.strerror or error}.") from error
+    if stat.S_ISDIR(mode):
+        name, listing = path.resolve().name, list_folder(path)
+    elif stat.S_ISREG(mode) and path.suffix.lower() == ".zip":
+        name, listing = path.stem, list_archive(path, limits)
+    else:
+        raise RatpError(f"{path} is neither a folder nor a .zip. Give the folder of a domain, or zip it.")
+    if not listing.files:
+        raise RatpError(_nothing_in(path, listing))
+    files = _laid_out(path, name, listing.files)
+    classes = sorted({file.class_name for file in files if file.class_name is not None})
+    return ImageTree(path, name, tuple(classes) or None, files, listing.ignored, listing.unreadable, _read=listing.read)
+
+
+def _laid_out(path: Path, domain: str, found: tuple[FoundFile, ...]) -> tuple[ImageFile, ...]:
+    strip = _wrapper(domain, found)
+    files = []
+    for file in found:
+        name = file.name[strip:]
+        folder, slash, _ = name.partition("/")
+        class_name = unicodedata.normalize("NFC", folder) if slash else None
+        files.append(ImageFile(name, class_name, file.size, file.stamp, file.name))
+    beside = [file.name for file in files if file.class_name is None]
+    if beside and len(beside) < len(files):
+        classes = sorted({file.class_name for file in files if file.class_name is not None})
+        raise RatpError(
+            f"{path} has images both beside and in class folders: {quoted(beside)}, and folders {quoted(classes)}. "
+            "Put every image into the folder of its class, or, for a domain without labels, all into one folder."
+        )
+    return tuple(files)
+
+
+def _wrapper(domain: str, found: tuple[FoundFile, ...]) -> int:
+    """Length of the prefix that all names share because everything lies in one more folder."""
+    top, _, _ = found[0].name.partition("/")
+    inside = f"{top}/"
+    if not all(file.name.startswith(inside) for file in found):
+        return 0
+    has_folders = any("/" in file.name[len(inside) :] for file in found)
+    return len(inside) if has_folders or top == domain else 0
+
+
+def _nothing_in(path: Path, listing: Listing) -> str:
+    endings = " ".join(sorted(IMAGE_ENDINGS))
+    text = f"{path} has no images: expected class/image with one of the endings {endings}."
+    if listing.unreadable:
+        text += " " + " ".join(f"{name or path.name} {reason}." for name, reason in listing.unreadable[:5])
+    if listing.ignored:
+        text += f" It has {len(listing.ignored):,} other file(s): {quoted(listing.ignored)}."
+    return text
+
+
+def identity(tree: ImageTree) -> str:
+    """sha256 of the listing: names, classes, sizes and times or checksums. No image is read."""
+    digest = hashlib.sha256()
+    for file in tree.files:
+        digest.update(repr((file.name, file.class_name, file.size, file.stamp)).encode())
+    for unreadable in tree.unreadable:
+        digest.update(repr(tuple(unreadable)).encode())
+    return digest.hexdigest()

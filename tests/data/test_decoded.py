@@ -1,0 +1,577 @@
+"""A decoded domain is the same from the files and from the cache, and nothing spoils the cache for good."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made_images import pixels, png, put, real_data, small_domain, zipped
+from PIL import Image
+
+from ratp.data import decoded, decoded_cache, image_file, parallel, worker
+from ratp.data.decode import decode
+from ratp.data.decoded import open_decoded
+from ratp.data.decoded_cache import cache_entries, evict
+from ratp.data.tree import ImageTree
+from ratp.domain import LabelledDomain
+from ratp.errors import RatpError
+
+FILES = small_domain(("cat", "dog", "画像"), 4)
+BAD = {"cat/0.png": b"", "cat/zz.jpg": b"<html>", "dog/1.png": png()[:-40]}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return put(tmp_path / "photo", FILES)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def expected(files, size=(8, 9)):
+    rows = [decode(files[name], size).image.transpose(2, 0, 1) for name in sorted(files)]
+    return torch.from_numpy(np.stack(rows))
+
+
+def never(*_, **__):
+    raise AssertionError("an image was read although it is cached")
+
+
+@pytest.fixture
+def no_reading(monkeypatch):
+    """From now on, opening an image fails."""
+
+    def forbid():
+        monkeypatch.setattr(ImageTree, "read", never)
+        monkeypatch.setattr(zipfile.ZipFile, "open", never)
+        monkeypatch.setattr(decoded, "decode_all", never)
+
+    return forbid
+
+
+def is_same(one, other):
+    return (
+        torch.equal(one.images, other.images)
+        and one.manifest == other.manifest
+        and (one.class_names, one.skipped) == (other.class_names, other.skipped)
+        and (one.class_index is None) == (other.class_index is None)
+        and (one.class_index is None or torch.equal(one.class_index, other.class_index))
+    )
+
+
+class TestOpening:
+    def test_images_and_classes(self, source, cache):
+        domain = open_decoded(source, (8, 9), cache=cache)
+        assert torch.equal(domain.images, expected(FILES))
+        assert domain.images.dtype == torch.uint8 and domain.images.shape == (12, 3, 8, 9) and len(domain) == 12
+        assert (domain.name, domain.class_names) == ("photo", ("cat", "dog", "画像"))
+        assert domain.class_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+        assert domain.class_index.dtype == torch.int64
+        assert (domain.skipped, domain.notes) == ((), ())
+        LabelledDomain(domain.name, domain.images, domain.class_index, domain.class_names)
+
+    def test_the_second_time_no_image_is_read(self, source, cache, no_reading):
+        first = open_decoded(source, 8, cache=cache)
+        no_reading()
+        assert is_same(open_decoded(source, 8, cache=cache), first)
+
+    def test_neither_is_one_of_an_archive_wherever_it_lies(self, tmp_path, cache, no_reading):
+        path = zipped(tmp_path / "photo.zip", FILES)
+        first = open_decoded(path, 8, cache=cache)
+        no_reading()
+        (tmp_path / "moved").mkdir()
+        moved = path.rename(tmp_path / "moved" / "picture.zip")
+        second = open_decoded(moved, 8, cache=cache)
+        assert (second.name, second.manifest.name) == ("picture", "picture")
+        assert torch.equal(first.images, second.images) and first.manifest.hash == second.manifest.hash
+
+    def test_a_flat_domain(self, tmp_path, cache, no_reading):
+        put(tmp_path / "new", {"1.png": png(1), "2.png": png(2)})
+        first = open_decoded(tmp_path / "new", 8, cache=cache)
+        assert (first.class_names, first.class_index, len(first)) == (None, None, 2)
+        no_reading()
+        assert is_same(open_decoded(tmp_path / "new", 8, cache=cache), first)
+
+    def test_every_size_is_an_entry_of_its_own(self, source, cache):
+        shapes = {open_decoded(source, size, cache=cache).images.shape[2:] for size in (8, (8, 9), (9, 8), 8)}
+        assert shapes == {(8, 8), (8, 9), (9, 8)}
+        assert len(cache_entries(cache)) == 3
+
+    def test_the_usual_cache_is_the_one_of_the_user(self, source, cache, monkeypatch):
+        monkeypatch.setenv("RATP_CACHE", str(cache))
+        open_decoded(source, 8)
+        assert len(cache_entries(cache)) == 1
+
+    def test_progress_is_told_only_if_there_is_work(self, source, cache):
+        told = []
+        for _ in range(2):
+            open_decoded(source, 8, cache=cache, progress=lambda *numbers: told.append(numbers))
+        assert told == [(12, 12)]
+
+    def test_processes_make_no_difference(self, source, tmp_path, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        domains = [open_decoded(source, 8, cache=tmp_path / str(n), workers=n) for n in (1, 2)]
+        assert is_same(*domains)
+
+    def test_writing_to_the_images_never_reaches_the_cache(self, source, cache):
+        first = open_decoded(source, (8, 9), cache=cache)
+        first.images.fill_(7)
+        second = open_decoded(source, (8, 9), cache=cache)
+        second.images[0] = 9
+        assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected(FILES))
+
+    def test_mistakes_of_the_caller(self, source, cache):
+        for size in (0, (3, -1)):
+            with pytest.raises(RatpError, match="the size must be 1 or more"):
+                open_decoded(source, size, cache=cache)
+        with pytest.raises(RatpError, match="Did you mean 'skip'"):
+            open_decoded(source, 8, cache=cache, on_bad="skipp")
+        assert not cache.exists()
+
+    def test_memory_stays_flat(self, tmp_path, cache):
+        """Images of 60 MB are opened, and one of them is looked at."""
+        image = Image.fromarray(pixels(4, 4)).resize((8, 8))
+        image.save(tmp_path / "one.png")
+        data = (tmp_path / "one.png").read_bytes()
+        path = zipped(tmp_path / "many.zip", {f"a/{k}.png": data for k in range(80)})
+        open_decoded(path, 512, cache=cache)
+
+        def resident():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        before = resident()
+        domain = open_decoded(path, 512, cache=cache)
+        assert domain.images.nbytes > 60e6
+        domain.images[40].float().mean()
+        assert resident() - before < 15e6
+
+
+class TestBadImages:
+    def test_by_default_they_stop_and_nothing_is_cached(self, source, cache):
+        put(source, BAD)
+        for _ in range(2):
+            with pytest.raises(RatpError) as caught:
+                open_decoded(source, 8, cache=cache)
+            assert str(caught.value).splitlines() == [
+                f"{source} has 3 bad among 13 images:",
+                "  cat/0.png: empty (0 bytes)",
+                "  cat/zz.jpg: a web page, not an image",
+                "  dog/1.png: truncated: the PNG data ends too early",
+                "Mend or remove them, or leave them out with --on-bad-image skip.",
+            ]
+        assert os.listdir(cache / "decoded") == []
+
+    def test_of_many_twenty_are_named(self, tmp_path, cache):
+        put(tmp_path / "d", {f"a/{k:03}.png": b"" for k in range(50)})
+        with pytest.raises(RatpError, match="50 bad among 50") as caught:
+            open_decoded(tmp_path / "d", 8, cache=cache)
+        assert len(str(caught.value).splitlines()) == 23
+        assert "and 30 more" in str(caught.value)
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_skipped_ones_are_left_out_and_named(self, source, cache, no_reading, workers, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 3)
+        put(source, BAD)
+        first = open_decoded(source, (8, 9), cache=cache, on_bad="skip", workers=workers)
+        good = {name: data for name, data in FILES.items() if name not in BAD}
+        assert torch.equal(first.images, expected(good))
+        assert first.class_index.tolist() == [0] * 3 + [1] * 3 + [2] * 4
+        assert [name for name, _ in first.skipped] == sorted(BAD)
+        assert len(first.notes) == 1 and "left out 3" in first.notes[0] and "cat/zz.jpg: a web page" in first.notes[0]
+        assert len(first.manifest.files) == 13
+        no_reading()
+        assert is_same(open_decoded(source, (8, 9), cache=cache, on_bad="skip"), first)
+        with pytest.raises(RatpError, match="3 bad among 13"):
+            open_decoded(source, (8, 9), cache=cache)
+
+    def test_the_last_files_may_be_the_bad_ones(self, tmp_path, cache):
+        put(tmp_path / "d", {"a/1.png": png(1), "a/2.png": b"", "b/3.png": b""})
+        domain = open_decoded(tmp_path / "d", (8, 9), cache=cache, on_bad="skip")
+        assert torch.equal(domain.images, expected({"a/1.png": png(1)}))
+        assert domain.class_names == ("a", "b")
+        assert cache_entries(cache)[0].images == 1
+
+    def test_nothing_but_bad_files(self, tmp_path, cache):
+        put(tmp_path / "d", {"a/1.png": b"", "a/2.png": b""})
+        with pytest.raises(RatpError, match="2 images and not one that can be used"):
+            open_decoded(tmp_path / "d", 8, cache=cache, on_bad="skip")
+
+    def test_a_folder_out_of_reach_stops_too(self, source, cache):
+        (source / "elephant").symlink_to("nowhere")
+        with pytest.raises(RatpError, match="elephant: is a link to nothing"):
+            open_decoded(source, 8, cache=cache)
+        assert open_decoded(source, 8, cache=cache, on_bad="skip").skipped == (("elephant", "is a link to nothing"),)
+
+    def test_what_cannot_be_read_today_is_tried_again_tomorrow(self, source, cache, monkeypatch):
+        read = Path.open
+
+        def refusing(path, *arguments, **options):
+            if path.name == "3.png":
+                raise PermissionError(13, "Permission denied")
+            return read(path, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", refusing)
+            domain = open_decoded(source, (8, 9), cache=cache, on_bad="skip")
+        assert len(domain) == 9 and domain.skipped[0] == ("cat/3.png", "cannot be read: Permission denied")
+        assert domain.images.float().mean() > 0
+        assert cache_entries(cache) == []
+        assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected(FILES))
+
+
+class TestChanges:
+    def test_a_changed_source_is_decoded_again(self, source, cache):
+        open_decoded(source, (8, 9), cache=cache)
+        put(source, {"cat/1.png": png(50)})
+        assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected({**FILES, "cat/1.png": png(50)}))
+        (source / "dog").rename(source / "cow")
+        assert open_decoded(source, (8, 9), cache=cache).class_names == ("cat", "cow", "画像")
+
+    def test_what_is_ignored_is_looked_up_every_time(self, source, cache, no_reading):
+        open_decoded(source, 8, cache=cache)
+        no_reading()
+        put(source, {"notes.txt": b""})
+        assert open_decoded(source, 8, cache=cache).manifest.ignored == ("notes.txt",)
+
+    def test_folders_whose_files_look_alike_are_not_confused(self, tmp_path, cache):
+        """Names, sizes and times agree; only the pixels differ."""
+        looks = []
+        for k, name in enumerate(("one", "two")):
+            folder = tmp_path / name / "d"
+            (folder / "a").mkdir(parents=True)
+            Image.fromarray(pixels(seed=k)).save(folder / "a/1.bmp")
+            os.utime(folder / "a/1.bmp", ns=(0, 0))
+            looks.append(open_decoded(folder, 8, cache=cache).images)
+        assert not torch.equal(*looks)
+
+    def test_another_version_of_the_decoder_is_another_entry(self, source, cache, monkeypatch):
+        open_decoded(source, 8, cache=cache)
+        monkeypatch.setattr(decoded, "package_version", lambda _: "99.0")
+        open_decoded(source, 8, cache=cache)
+        assert len(cache_entries(cache)) == 2
+
+    def test_a_source_that_changes_meanwhile_is_refused(self, source, cache):
+        def download(*_):
+            put(source, {"cat/new.png": png(9)})
+
+        with pytest.raises(RatpError, match="has changed while it was read"):
+            open_decoded(source, 8, cache=cache, progress=download)
+        assert cache_entries(cache) == []
+
+
+def only(folder, ending):
+    (path,) = folder.glob(f"*{ending}")
+    return path
+
+
+def cut(folder, ending):
+    path = only(folder, ending)
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def replaced(folder, ending, old, new):
+    path = only(folder, ending)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+IMAGES, MANIFEST, INDEX = ".images", "manifest.json", "[0-9a-f].json"
+DAMAGES = {
+    "no pixels": lambda folder: only(folder, IMAGES).unlink(),
+    "fewer pixels": lambda folder: cut(folder, IMAGES),
+    "more pixels": lambda folder: os.truncate(only(folder, IMAGES), 10**6),
+    "empty pixels": lambda folder: os.truncate(only(folder, IMAGES), 0),
+    "no manifest": lambda folder: only(folder, MANIFEST).unlink(),
+    "half a manifest": lambda folder: cut(folder, MANIFEST),
+    "another manifest": lambda folder: replaced(folder, MANIFEST, "cat/1.png", "cat/7.png"),
+    "manifest without files": lambda folder: only(folder, MANIFEST).write_text("{}"),
+    "no index": lambda folder: only(folder, INDEX).unlink(),
+    "half an index": lambda folder: os.truncate(only(folder, INDEX), 50),
+    "empty index": lambda folder: os.truncate(only(folder, INDEX), 0),
+    "index is no JSON": lambda folder: only(folder, INDEX).write_bytes(b"\xff\xfe"),
+    "index is a list": lambda folder: only(folder, INDEX).write_text("[]"),
+    "other format": lambda folder: replaced(folder, INDEX, '"format": 1', '"format": 2'),
+    "other height": lambda folder: replaced(folder, INDEX, '"height": 8', '"height": 9'),
+    "other key": lambda folder: replaced(folder, INDEX, '"key": "', '"key": "0'),
+}
+
+
+class TestDamage:
+    @pytest.mark.parametrize("kind", DAMAGES)
+    def test_a_damaged_entry_is_made_anew(self, source, cache, kind, no_reading):
+        first = open_decoded(source, (8, 9), cache=cache)
+        first = replace(first, images=first.images.clone())
+        DAMAGES[kind](cache / "decoded")
+        assert is_same(open_decoded(source, (8, 9), cache=cache), first)
+        no_reading()
+        assert is_same(open_decoded(source, (8, 9), cache=cache), first)
+        assert len(os.listdir(cache / "decoded")) == 3
+
+    def test_an_open_domain_outlives_its_entry(self, source, cache):
+        domain = open_decoded(source, (8, 9), cache=cache)
+        shutil.rmtree(cache)
+        assert torch.equal(domain.images, expected(FILES))
+
+    def test_what_a_killed_writer_left_is_cleared_away(self, source, cache):
+        open_decoded(source, (8, 9), cache=cache)
+        (entry,) = cache_entries(cache)
+        folder = cache / "decoded"
+        (folder / f"{entry.key}.json").unlink()
+        put(folder, {f"{entry.key}.part-abc": bytes(99), f".{entry.key}.json.abc": b"{", f"{entry.key}.lock": b""})
+        open_decoded(source, (8, 9), cache=cache)
+        assert sorted(os.listdir(folder)) == sorted(f"{entry.key}.{end}" for end in ("images", "json", "manifest.json"))
+
+
+class TestWithoutACache:
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_a_folder_that_cannot_be_made(self, source, tmp_path, workers, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 3)
+        (tmp_path / "file").write_text("in the way")
+        domain = open_decoded(source, (8, 9), cache=tmp_path / "file", workers=workers)
+        assert torch.equal(domain.images, expected(FILES))
+        assert "cannot be used" in domain.notes[0] and "kept in memory" in domain.notes[0]
+        assert len(domain.notes) == 1
+
+    def test_a_folder_that_cannot_be_written(self, source, cache, monkeypatch):
+        def refused(*_, **__):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(decoded_cache.os, "open", refused)
+        domain = open_decoded(source, (8, 9), cache=cache)
+        assert torch.equal(domain.images, expected(FILES))
+        assert "(Permission denied)" in domain.notes[0]
+
+    def test_a_cache_that_can_only_be_read(self, source, cache, monkeypatch, no_reading):
+        first = open_decoded(source, 8, cache=cache)
+
+        def refused(*_, **__):
+            raise PermissionError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(decoded_cache.os, "utime", refused)
+        monkeypatch.setattr(decoded_cache.tempfile, "mkstemp", refused)
+        no_reading()
+        assert is_same(open_decoded(source, 8, cache=cache), first)
+
+    def test_no_home(self, source, monkeypatch):
+        def lost():
+            raise RatpError("no cache folder: who are you? Set RATP_CACHE to a folder you may write to.")
+
+        monkeypatch.setattr(decoded, "cache_folder", lost)
+        domain = open_decoded(source, (8, 9))
+        assert torch.equal(domain.images, expected(FILES))
+        assert "no cache folder" in domain.notes[0]
+
+    def test_a_disk_that_fills_up_leaves_nothing_behind(self, source, cache, monkeypatch):
+        write, written = os.pwrite, []
+
+        def full(handle, data, offset):
+            written.append(offset)
+            if len(written) == 5:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(handle, data, offset)
+
+        monkeypatch.setattr(worker.os, "pwrite", full)
+        domain = open_decoded(source, (8, 9), cache=cache)
+        assert torch.equal(domain.images, expected(FILES))
+        assert "(No space left on device)" in domain.notes[0]
+        assert os.listdir(cache / "decoded") == []
+
+    @pytest.mark.parametrize("pause", [0.0001, 100])
+    def test_a_disk_that_fails_to_write_what_it_took(self, source, cache, monkeypatch, pause):
+        def broken(_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(image_file, "_FLUSH_SECONDS", pause)
+        monkeypatch.setattr(image_file.os, "fsync", broken)
+        domain = open_decoded(source, (8, 9), cache=cache)
+        assert torch.equal(domain.images, expected(FILES))
+        assert "(Input/output error)" in domain.notes[0]
+        assert os.listdir(cache / "decoded") == []
+
+    @pytest.mark.parametrize("which", ["write_manifest", "write_json"])
+    def test_also_if_only_the_index_does_not_fit(self, source, cache, monkeypatch, which):
+        def full(path, *_):
+            raise decoded_cache.RunDirectoryError(f"cannot write {path}: No space left on device.")
+
+        monkeypatch.setattr(decoded_cache, which, full)
+        domain = open_decoded(source, (8, 9), cache=cache)
+        assert torch.equal(domain.images, expected(FILES))
+        assert os.listdir(cache / "decoded") == []
+
+    def test_a_full_disk_and_too_little_memory(self, source, cache, monkeypatch):
+        monkeypatch.setattr(decoded_cache.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+        monkeypatch.setattr(decoded, "free_memory", lambda: 3000)
+        monkeypatch.setattr(decoded, "decode_all", never)
+        with pytest.raises(RatpError, match=r"No space left on device.*memory is too small.*Set RATP_CACHE"):
+            open_decoded(source, (8, 9), cache=cache)
+        assert os.listdir(cache / "decoded") == []
+
+    def test_memory_that_runs_out_on_the_way(self, source, tmp_path, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.setattr(worker.os, "pwrite", full)
+        with pytest.raises(RatpError, match=r"memory cannot take them either \(Cannot allocate memory\)"):
+            open_decoded(source, 8, cache=tmp_path / "file")
+
+    def test_without_files_in_memory_there_are_nameless_ones(self, source, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+        assert torch.equal(open_decoded(source, (8, 9), cache=tmp_path / "file").images, expected(FILES))
+
+    def test_free_memory_is_known(self, monkeypatch):
+        known = image_file.free_memory()
+        assert 2**20 < known < 2**50
+
+        def missing(*_, **__):
+            raise FileNotFoundError
+
+        monkeypatch.setattr(Path, "read_text", missing)
+        assert 2**20 < image_file.free_memory() < 2**50
+
+
+OPEN = """
+import hashlib, sys, time
+from pathlib import Path
+from ratp.data.decoded import open_decoded
+assert "PIL" not in sys.modules
+path, cache, mine, other = map(Path, sys.argv[1:5])
+mine.touch()
+while not other.exists():
+    time.sleep(0.001)
+domain = open_decoded(path, 64, cache=cache, workers=int(sys.argv[5]))
+print(hashlib.sha256(domain.images.numpy()).hexdigest(), len(domain), domain.notes)
+"""
+
+
+class TestSeveralProcesses:
+    def test_two_at_once_get_the_same(self, tmp_path, cache):
+        path = zipped(tmp_path / "d.zip", {f"a/{k}.png": png(k, 40, 40) for k in range(300)})
+        ready = [str(tmp_path / name) for name in ("one", "two")]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", OPEN, str(path), str(cache), *places, workers],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for places, workers in ((ready, "1"), (ready[::-1], "2"))
+        ]
+        answers = {process.communicate(timeout=300)[0] for process in started}
+        assert [process.returncode for process in started] == [0, 0]
+        assert len(answers) == 1 and answers.pop().endswith(" 300 ()\n")
+        assert len(os.listdir(cache / "decoded")) == 3
+
+    def test_the_second_waits_for_the_first_and_takes_its_work(self, source, cache, monkeypatch):
+        """The other writer finishes between our look into the cache and our turn to write."""
+        first = open_decoded(source, (8, 9), cache=cache)
+        load, looks = decoded_cache.Slot.load, []
+
+        def late(slot):
+            looks.append(slot)
+            return load(slot) if len(looks) > 1 else None
+
+        monkeypatch.setattr(decoded_cache.Slot, "load", late)
+        monkeypatch.setattr(decoded, "decode_all", never)
+        assert is_same(open_decoded(source, (8, 9), cache=cache), first)
+        assert len(looks) == 2
+
+    def test_a_file_system_without_locks(self, source, cache, monkeypatch):
+        def unsupported(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(decoded_cache.fcntl, "flock", unsupported)
+        assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected(FILES))
+        assert len(cache_entries(cache)) == 1
+
+
+class TestEviction:
+    def three(self, source, cache):
+        for age, size in ((300, 8), (200, 9), (100, 10)):
+            open_decoded(source, size, cache=cache)
+            newest = max(cache_entries(cache), key=lambda entry: entry.used)
+            moment = time.time() - age
+            os.utime(cache / "decoded" / f"{newest.key}.json", (moment, moment))
+        return cache_entries(cache)
+
+    def test_entries_are_listed_by_their_last_use(self, source, cache):
+        assert cache_entries(cache) == []
+        entries = self.three(source, cache)
+        assert [(entry.name, entry.images, entry.height, entry.width) for entry in entries] == [
+            ("photo", 12, side, side) for side in (8, 9, 10)
+        ]
+        assert all(entry.bytes > 12 * 3 * entry.height * entry.width for entry in entries)
+        open_decoded(source, 8, cache=cache)
+        assert [entry.height for entry in cache_entries(cache)] == [9, 10, 8]
+
+    def test_the_least_recently_used_go_first(self, source, cache):
+        oldest, middle, newest = self.three(source, cache)
+        total = sum(entry.bytes for entry in (oldest, middle, newest))
+        assert evict(cache, total) == []
+        assert evict(cache, total - 1) == [oldest]
+        assert cache_entries(cache) == [middle, newest]
+        assert evict(cache, 0) == [middle, newest]
+        assert os.listdir(cache / "decoded") == []
+        assert evict(cache, 0) == [] == evict(cache / "nowhere", 0)
+
+    def test_what_is_being_written_stays(self, source, cache):
+        oldest, middle, newest = self.three(source, cache)
+        with decoded_cache.Slot.of(cache, oldest.key, 8, 8).writing():
+            assert evict(cache, 0) == [middle, newest]
+        assert cache_entries(cache) == [oldest]
+
+    def test_leftovers_go_before_entries(self, source, cache):
+        entries = self.three(source, cache)
+        put(cache / "decoded", {"0123.part-xyz": bytes(50), ".4567.json.abc": b"{", "89ab.images": bytes(9)})
+        removed = evict(cache, sum(entry.bytes for entry in entries))
+        assert sorted(entry.key for entry in removed) == ["0123", "4567", "89ab"]
+        assert cache_entries(cache) == entries
+
+    def test_a_folder_that_cannot_be_written(self, source, cache, monkeypatch):
+        self.three(source, cache)
+
+        def refused(*_, **__):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(decoded_cache.os, "open", refused)
+        with pytest.raises(RatpError, match=r"cannot remove files from .*: Permission denied"):
+            evict(cache, 0)
+
+    def test_room_is_made_for_what_is_needed(self, source, cache, monkeypatch):
+        oldest, *others = self.three(source, cache)
+        needed = 12 * 3 * 11 * 11
+        usage = shutil.disk_usage(cache)
+
+        def nearly_full(folder):
+            gone = sum(e.bytes for e in (oldest, *others)) - sum(e.bytes for e in cache_entries(folder.parent))
+            return usage._replace(free=needed - 1 + gone)
+
+        monkeypatch.setattr(decoded_cache.shutil, "disk_usage", nearly_full)
+        domain = open_decoded(source, 11, cache=cache)
+        assert domain.notes == ()
+        assert [entry.height for entry in cache_entries(cache)] == [9, 10, 11]
+
+
+def test_a_real_domain(cache, no_reading):
+    path = real_data() / "digits" / "usps.zip"
+    first = open_decoded(path, 32, cache=cache)
+    assert first.images.shape == (9298, 3, 32, 32)
+    assert first.class_names == tuple("0123456789")
+    assert torch.bincount(first.class_index).tolist() == list(first.manifest.counts.values())
+    assert first.manifest.conversions == {"greyscale": 9298}
+    no_reading()
+    assert is_same(open_decoded(path, 32, cache=cache), first)

@@ -1,0 +1,311 @@
+"""A check finds everything that is wrong with a domain, and says the same on any number of processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_images import encoded, picture, png, put, real_data, small_domain, zipped
+from PIL import Image
+
+import ratp
+from ratp.data import parallel
+from ratp.data.decode import decode
+from ratp.data.manifest import check_domain, describe, duplicates_between
+from ratp.data.manifest_file import manifest_from_json, manifest_to_json, read_manifest, write_manifest
+from ratp.data.parallel import decode_all
+from ratp.data.tree import open_tree
+from ratp.errors import RatpError
+
+TROUBLED = {
+    **small_domain(count=4),
+    "cat/empty.jpg": b"",
+    "cat/page.jpg": b"<!DOCTYPE html><html></html>",
+    "dog/cut.png": png()[:-40],
+    "dog/deep.png": encoded(Image.fromarray(np.full((30, 40), 40000, dtype=np.uint16)), "PNG"),
+    "dog/print.jpg": encoded(Image.new("CMYK", (16, 24)), "JPEG"),
+    "dog/twin.png": small_domain()["cat/0.png"],
+    "dog/same.png": small_domain()["dog/1.png"],
+    "notes.txt": b"",
+}
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory):
+    return open_tree(put(tmp_path_factory.mktemp("data") / "troubled", TROUBLED))
+
+
+@pytest.fixture(scope="module")
+def manifest(troubled):
+    return check_domain(troubled, workers=1)
+
+
+class TestCheck:
+    def test_every_file_is_there_in_order(self, manifest):
+        assert [file.name for file in manifest.files] == sorted(name for name in TROUBLED if name != "notes.txt")
+        assert (manifest.name, manifest.classes) == ("troubled", ("cat", "dog"))
+
+    def test_bad_files_have_reasons(self, manifest):
+        assert manifest.bad == (
+            ("cat/empty.jpg", "empty (0 bytes)"),
+            ("cat/page.jpg", "a web page, not an image"),
+            ("dog/cut.png", "truncated: the PNG data ends too early"),
+        )
+        assert len(manifest.usable) == 12
+
+    def test_only_usable_images_are_counted(self, manifest):
+        assert manifest.counts == {"cat": 4, "dog": 8}
+        assert manifest.heights == (8, 9, 30)
+        assert manifest.widths == (10, 10, 40)
+        assert manifest.conversions == {"16-bit": 1, "cmyk": 1, "greyscale": 1}
+
+    def test_duplicates(self, manifest):
+        groups = [[file.name for file in group] for group in manifest.duplicates]
+        assert groups == [["cat/0.png", "dog/twin.png"], ["dog/1.png", "dog/same.png"]]
+
+    def test_a_class_without_a_usable_image_counts_none(self, tmp_path):
+        tree = open_tree(put(tmp_path, {"cat/1.png": png(), "dog/1.png": b""}))
+        assert check_domain(tree).counts == {"cat": 1, "dog": 0}
+
+    def test_what_could_not_be_followed_is_bad(self, tmp_path):
+        put(tmp_path, {"cat/1.png": png()})
+        (tmp_path / "dog").symlink_to("nowhere")
+        assert check_domain(open_tree(tmp_path)).bad == (("dog", "is a link to nothing"),)
+
+    def test_a_file_that_cannot_be_read_is_bad(self, tmp_path):
+        tree = open_tree(put(tmp_path, small_domain()))
+        (tmp_path / "cat/1.png").unlink()
+        manifest = check_domain(tree)
+        assert manifest.bad == (("cat/1.png", "cannot be read: No such file or directory"),)
+        assert manifest.files[1].sha256 is None
+
+    def test_a_flat_domain(self, tmp_path):
+        manifest = check_domain(open_tree(put(tmp_path / "new", {"1.png": png(), "2.png": png(1)})))
+        assert (manifest.classes, manifest.counts) == (None, {})
+        assert describe(manifest)[0] == "new: 2 images, no classes"
+
+    def test_sizes_of_nothing(self, tmp_path):
+        manifest = check_domain(open_tree(put(tmp_path, {"cat/1.png": b""})))
+        assert manifest.heights == (0, 0, 0)
+        assert describe(manifest)[0].endswith(": 0 images, 1 class(es)")
+
+
+class TestHash:
+    def hash(self, path, files):
+        return check_domain(open_tree(zipped(path, files))).hash
+
+    def test_it_names_the_data(self, tmp_path):
+        files = small_domain()
+        one = self.hash(tmp_path / "one.zip", files)
+        assert self.hash(tmp_path / "two.zip", dict(reversed(files.items()))) == one
+        assert check_domain(open_tree(put(tmp_path / "three", files))).hash == one
+        others = [
+            {**files, "cat/0.png": png(99)},
+            {**files, "cat/9.png": png(99)},
+            {name.replace("dog", "cow"): data for name, data in files.items()},
+            {name: data for name, data in files.items() if name != "cat/0.png"},
+            {**files, "cat/0.png": files["cat/1.png"], "cat/1.png": files["cat/0.png"]},
+        ]
+        assert len({one, *(self.hash(tmp_path / f"{k}.zip", other) for k, other in enumerate(others))}) == 6
+
+
+class TestDuplicatesBetween:
+    def test_only_what_several_domains_have(self, tmp_path):
+        a = check_domain(open_tree(put(tmp_path / "a", {"x/1.png": png(1), "x/2.png": png(2), "x/22.png": png(2)})))
+        b = check_domain(open_tree(put(tmp_path / "b", {"y/one.png": png(1), "y/3.png": png(3), "y/bad.png": b""})))
+        c = check_domain(open_tree(put(tmp_path / "c", {"1.png": png(1), "4.png": png(4), "bad.png": b""})))
+        found = duplicates_between([a, b, c])
+        assert [each.places for each in found] == [(("a", "x/1.png"), ("b", "y/one.png"), ("c", "1.png"))]
+        assert found[0].sha256 == a.files[0].sha256
+        assert duplicates_between([a]) == () == duplicates_between([])
+
+    def test_domains_of_one_name_are_still_two(self, tmp_path):
+        trees = [open_tree(put(tmp_path / place / "d", {"x/1.png": png()})) for place in "ab"]
+        assert len(duplicates_between([check_domain(tree) for tree in trees])) == 1
+
+
+class TestDescription:
+    def test_it_says_all_there_is_to_see(self, manifest):
+        lines = describe(manifest)
+        assert lines[:2] == ["troubled: 12 images, 2 class(es)", "images a class: cat 4, dog 8"]
+        text = "\n".join(lines)
+        for part in (
+            "height 8 to 30, median 9, width 10 to 40, median 10",
+            "converted: 16-bit 1, cmyk 1, greyscale 1",
+            "ignored: 1 ('notes.txt')",
+            "exact duplicates: 2, e.g. 'cat/0.png', 'dog/twin.png'",
+            "in two classes at once: 1",
+            "no usable images: 3",
+            "  cat/empty.jpg: empty (0 bytes)",
+            f"hash: {manifest.hash}",
+        ):
+            assert part in text
+
+    def test_a_clean_domain_has_little_to_say(self, tmp_path):
+        files = {f"cat/{k}.png": png(k) for k in range(3)}
+        assert len(describe(check_domain(open_tree(put(tmp_path / "d", files))))) == 4
+
+    def test_of_many_bad_files_twenty_are_named(self, tmp_path):
+        tree = open_tree(put(tmp_path, {f"cat/{k:02}.png": b"" for k in range(33)}))
+        lines = describe(check_domain(tree))
+        assert sum("empty" in line for line in lines) == 20
+        assert "  and 13 more" in lines
+
+
+class TestFile:
+    def test_what_is_written_is_read(self, tmp_path, manifest):
+        write_manifest(tmp_path / "m.json", manifest)
+        assert read_manifest(tmp_path / "m.json") == manifest
+        assert read_manifest(tmp_path / "m.json").hash == manifest.hash
+
+    def test_a_flat_one_and_odd_names(self, tmp_path):
+        put(tmp_path / "d", {"画像 <b>.png": png()})
+        with open(os.fsencode(tmp_path) + b"/d/\xff.png", "wb") as file:
+            file.write(png(1))
+        manifest = check_domain(open_tree(tmp_path / "d"))
+        write_manifest(tmp_path / "m.json", manifest)
+        assert read_manifest(tmp_path / "m.json") == manifest
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda data: data.clear(),
+            lambda data: data.update(format=2),
+            lambda data: data["files"].pop("width"),
+            lambda data: data["files"]["width"].pop(),
+            lambda data: data["files"].update({"class": [9] * 15}),
+            lambda data: data.update(errors={"x": "?"}),
+            lambda data: data.update(errors={"99": "?"}),
+            lambda data: data.update(unreadable=[1]),
+            lambda data: data.update(files=None),
+        ],
+    )
+    def test_anything_else_is_refused(self, tmp_path, manifest, damage):
+        data = json.loads(json.dumps(manifest_to_json(manifest)))
+        assert manifest_from_json(data) == manifest
+        damage(data)
+        (tmp_path / "m.json").write_text(json.dumps(data))
+        with pytest.raises(RatpError, match=r"m\.json: "):
+            read_manifest(tmp_path / "m.json")
+
+
+class TestProcesses:
+    def test_the_outcome_does_not_depend_on_their_number(self, troubled, manifest, tmp_path, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        for workers in (2, 3):
+            assert check_domain(troubled, (8, 8), workers) == manifest
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 5)
+        written = []
+        for workers in (1, 2):
+            with (tmp_path / "pixels").open("wb+") as file:
+                decode_all(troubled, (8, 9), workers=workers, target=file.fileno())
+                written.append(file.read())
+        assert written[0] == written[1]
+        rows = np.frombuffer(written[0], dtype=np.uint8).reshape(-1, 3, 8, 9)
+        assert len(rows) == len(troubled.files)
+        for row, file in zip(rows, manifest.files, strict=True):
+            expected = 0 if file.error else decode(TROUBLED[file.name], (8, 9)).image.transpose(2, 0, 1)
+            assert (row == expected).all()
+
+    def test_progress_is_told_to_the_caller(self, troubled, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 4)
+        for workers in (1, 2):
+            told = []
+
+            def note(*progress, to=told):
+                to.append((*progress, threading.current_thread()))
+
+            check_domain(troubled, None, workers, note)
+            assert told == [(done, 15, threading.main_thread()) for done in (4, 8, 12, 15)]
+
+    def test_batches_are_bounded_by_files_and_bytes(self, tmp_path, monkeypatch):
+        tree = open_tree(
+            put(tmp_path, {f"{k}.png": bytes(size) for k, size in enumerate([10, 10, 10, 90, 200, 10, 10])})
+        )
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        monkeypatch.setattr(parallel, "_BATCH_BYTES", 100)
+        batches = list(parallel._batches(tree.files))
+        assert [(first, len(files)) for first, files in batches] == [(0, 2), (2, 2), (4, 1), (5, 2)]
+
+    def test_few_images_are_decoded_here(self, troubled, monkeypatch):
+        def never(*_):
+            raise AssertionError("a process was started")
+
+        monkeypatch.setattr(parallel, "_Worker", never)
+        check_domain(troubled)
+
+    def test_no_processes_at_all_make_no_sense(self, troubled):
+        with pytest.raises(RatpError, match="at least one process, got workers=0"):
+            check_domain(troubled, None, 0)
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_a_full_disk_is_an_os_error(self, troubled, workers, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space left") as caught:
+            decode_all(troubled, (8, 8), workers=workers, target=full.fileno())
+        assert caught.value.errno == errno.ENOSPC
+
+    def test_a_process_that_dies_is_an_error_that_names_the_files(self, troubled, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        start = parallel._Worker.__init__
+
+        def doomed(self, *arguments):
+            start(self, *arguments)
+            self._process.kill()
+
+        monkeypatch.setattr(parallel._Worker, "__init__", doomed)
+        with pytest.raises(RatpError, match=r"ended unexpectedly \(signal 9\).*'cat/0.png' on"):
+            check_domain(troubled, None, 2)
+
+    def test_an_error_of_the_caller_ends_the_processes(self, troubled, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        started = []
+        start = parallel._Worker.__init__
+
+        def noted(self, *arguments):
+            start(self, *arguments)
+            started.append(self._process)
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(parallel._Worker, "__init__", noted)
+        with pytest.raises(KeyboardInterrupt):
+            check_domain(troubled, None, 2, stop)
+        assert [process.poll() is not None for process in started] == [True, True]
+
+    def test_a_process_that_cannot_be_started_is_an_error(self, troubled, monkeypatch):
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(RatpError, match="cannot start a process to decode in: No such file"):
+            check_domain(troubled, None, 2)
+
+    def test_they_load_neither_torch_nor_numpy(self):
+        """Otherwise starting them takes longer than most domains."""
+        folder = Path(ratp.__file__).parent
+        code = (
+            "import sys, types\n"
+            f"package = types.ModuleType('ratp'); package.__path__ = [{str(folder)!r}]; sys.modules['ratp'] = package\n"
+            "from ratp.data.worker import decode_one\n"
+            f"assert decode_one({encoded(picture(), 'WEBP')!r}, (8, 8), None, 0).error is None\n"
+            "assert not {'torch', 'numpy'} & sys.modules.keys(), 'too much'\n"
+        )
+        subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_a_real_domain(tmp_path):
+    tree = open_tree(real_data() / "pacs" / "photo.zip")
+    some = replace(tree, files=tree.files[::25])
+    manifest = check_domain(some, (32, 32), 2)
+    assert manifest == check_domain(some, None, 1)
+    assert not manifest.bad and manifest.heights == manifest.widths == (227, 227, 227)
+    write_manifest(tmp_path / "m.json", manifest)
+    assert read_manifest(tmp_path / "m.json") == manifest
