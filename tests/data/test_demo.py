@@ -159,21 +159,27 @@ def test_a_cache_that_cannot_be_written_is_done_without(domains, tmp_path, monke
     assert demo_domain("scan") is domains["scan"]
 
 
-def test_the_key_follows_recipe_and_libraries(monkeypatch):
+def test_the_key_follows_code_and_libraries(monkeypatch, tmp_path):
+    """An image is never taken from the cache after the code that draws it was changed."""
+
     def key():
         demo._recipe_key.cache_clear()
         return demo._recipe_key()
 
     keys = [key(), key()]
     assert keys[0] == keys[1]
-    with monkeypatch.context() as patch:
-        patch.setattr(demo, "RECIPE", demo.RECIPE + 1)
-        keys.append(key())
+    folder = Path(demo.__file__).parent
+    for edited in ("demo.py", "drawing.py", "street.py"):
+        for name in ("demo.py", "drawing.py", "street.py"):
+            (tmp_path / name).write_bytes((folder / name).read_bytes() + (b"#" if name == edited else b""))
+        with monkeypatch.context() as patch:
+            patch.setattr(demo, "__file__", str(tmp_path / "demo.py"))
+            keys.append(key())
     for library in ("pillow", "scikit-learn", "matplotlib", "numpy"):
         with monkeypatch.context() as patch:
             patch.setattr(demo, "version", lambda name, changed=library: "0" if name == changed else "1")
             keys.append(key())
-    assert len(set(keys)) == 6
+    assert len(set(keys)) == 8
     assert key() == keys[0]
 
 
