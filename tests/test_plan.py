@@ -136,8 +136,16 @@ class TestNames:
     @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
     def test_every_preset_and_stream_value_exists(self, method):
         for preset in ("official", *method.presets):
-            for stream in ("", *STREAMS, *method.stream_values):
-                assert isinstance(preset_config(method, preset, stream), method.config_type)
+            assert isinstance(preset_config(method, preset), method.config_type)
+            for stream in STREAMS:
+                assert isinstance(resolve(RunRequest(stream, method.name, preset=preset)).config, method.config_type)
+        assert {preset for _, preset in method.stream_values} <= {"official", *method.presets}
+
+    def test_a_value_for_one_stream_and_preset_is_no_change_and_can_be_changed(self):
+        plan = resolve(RunRequest(preset="paper"))
+        assert (plan.recipe.lr, plan.changed) == (0.005, {})
+        again = resolve(RunRequest(preset="paper", changes={"lr": 0.01}))
+        assert (again.recipe.lr, again.changed) == (0.01, {"lr": 0.01})
 
 
 class TestFingerprint:
@@ -187,7 +195,9 @@ class TestFingerprint:
         plan = toy_plan(changes=TINY)
         assert self.fingerprint(replace(plan, device=torch.device("cuda")), stream) == self.fingerprint(plan, stream)
         assert self.fingerprint(toy_plan(changes={**TINY, "lr": "5e-2"}), stream) == self.fingerprint(plan, stream)
-        spelled = resolve(RunRequest(changes=METHODS["ratp"].presets["paper"], device="cpu"))
+        method = METHODS["ratp"]
+        paper = {**method.presets["paper"], **method.stream_values["demo", "paper"]}
+        spelled = resolve(RunRequest(changes=paper, device="cpu"))
         named = resolve(RunRequest(preset="paper", device="cpu"))
         assert spelled.digest() == named.digest()
 

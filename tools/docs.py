@@ -29,7 +29,7 @@ def demo_table() -> str:
 
 def switch_table() -> str:
     """All switches of RaTP with their values in both presets."""
-    official, paper = (preset_config(RaTP, name, "") for name in ("official", "paper"))
+    official, paper = (preset_config(RaTP, name) for name in ("official", "paper"))
     values = as_dict(paper)
     lines = ["| row | switch | official | paper | what it does |", "|---|---|---|---|---|"]
     for item in switches(official):

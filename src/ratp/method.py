@@ -125,7 +125,7 @@ class Method(ABC):
         paper: Where it was published.
         config_type: Dataclass of its switches; its defaults are the preset ``official``.
         presets: Further sets of values, by name: changes against the defaults, by dotted name.
-        stream_values: Values published for single streams, by stream: changes against any preset.
+        stream_values: Values for single streams, by stream and preset; they may set the stream's recipe too.
     """
 
     name: ClassVar[str]
@@ -134,7 +134,7 @@ class Method(ABC):
     paper: ClassVar[str]
     config_type: ClassVar[type]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    stream_values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {}
 
     @abstractmethod
     def __init__(self, setting: Setting, config: Any) -> None:

@@ -143,17 +143,21 @@ def resolve(request: RunRequest) -> RunPlan:
     seed = attempt(lambda: _parse_seed(request.seed))
     device = attempt(lambda: find_device(request.device))
     order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
-    base = attempt(lambda: preset_config(method, request.preset, request.stream)) if method else None
+    base = attempt(lambda: preset_config(method, request.preset)) if method else None
     if not method:
         attempt(lambda: _check_preset(request.preset))
     # A mistake above hides none below: what is not known is looked up wherever it could be.
     possible = [base] if base is not None else [m.config_type() for m in ([method] if method else METHODS.values())]
-    changed = attempt(lambda: _change(spec.recipe if spec else Recipe(), possible, request.changes))
+    sizes = spec.recipe if spec else Recipe()
+    if method and (request.stream, request.preset) in method.stream_values:
+        sizes, base = _change(sizes, possible, method.stream_values[request.stream, request.preset])
+        possible = [base]
+    changed = attempt(lambda: _change(sizes, possible, request.changes))
     if problems:
         raise ConfigError(problems)
     assert spec and method and order and changed and device and seed is not None
     recipe, config = changed
-    before, after = as_dict(spec.recipe) | as_dict(base), as_dict(recipe) | as_dict(config)
+    before, after = as_dict(sizes) | as_dict(base), as_dict(recipe) | as_dict(config)
     differing = {name: value for name, value in after.items() if value != before[name]}
     return RunPlan(spec, order, method, config, recipe, seed, request.preset, differing, device)
 
@@ -244,16 +248,15 @@ def _method_from_file(path: Path) -> type[Method]:
     return method
 
 
-def preset_config(method: type[Method], preset: str, stream: str) -> Any:
-    """A method's switches under a preset, with the values published for the stream.
+def preset_config(method: type[Method], preset: str) -> Any:
+    """A method's switches under a preset.
 
     Raises:
         ConfigError: If the method has no such preset.
     """
     if preset not in (DEFAULT_PRESET, *method.presets):
         raise ConfigError(unknown(f"preset of {method.name}", preset, (DEFAULT_PRESET, *method.presets)))
-    changes = {**method.presets.get(preset, {}), **method.stream_values.get(stream, {})}
-    return override(method.config_type(), changes)
+    return override(method.config_type(), method.presets.get(preset, {}))
 
 
 def _parse_seed(seed: int | str) -> int:

@@ -44,14 +44,14 @@ def show_method(
 ) -> None:
     """Explain a method: its paper, presets and every switch."""
     method = find_method(name)
-    config = preset_config(method, preset, "")
+    config = preset_config(method, preset)
     if json_:
         print_json({"name": method.name, "paper": method.paper, "preset": preset, "switches": as_dict(config)})
         return
     console = stdout()
     console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{escape(method.family)}[/]\n")
     console.print(f"Presets: {', '.join((DEFAULT_PRESET, *method.presets))}. Values below: [bold]{preset}[/].\n")
-    _print_switches(config, preset_config(method, DEFAULT_PRESET, ""))
+    _print_switches(config, preset_config(method, DEFAULT_PRESET))
     console.print("[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")
 
 
