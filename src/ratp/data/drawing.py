@@ -57,7 +57,7 @@ def faces() -> list[Face]:
     import matplotlib
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    found = [_face(path) for path in sorted(folder.glob("*.ttf")) if has_figures(path)]
+    found = [load_face(path) for path in sorted(folder.glob("*.ttf")) if has_figures(path)]
     if not found:
         raise RatpError(f"no font with digits in {folder}: reinstall matplotlib, or use another stream than the demo.")
     return found
@@ -77,7 +77,8 @@ def has_figures(path: Path) -> bool:
     return all(indices) and tuple(font.get_glyph_name(index) for index in indices) == _GLYPHS
 
 
-def _face(path: Path) -> Face:
+def load_face(path: Path) -> Face:
+    """The typeface of a font file."""
     from PIL import Image, ImageDraw, ImageFont
 
     def cut(digit: str, size: int) -> Image.Image:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.random import Generator
 
-from ratp.data.drawing import LUMA, SIZE, Bytes, Face, Floats, View, _face, figure_row, halved, mixed, to_bytes
+from ratp.data.drawing import LUMA, SIZE, Bytes, Face, Floats, View, figure_row, halved, load_face, mixed, to_bytes
 from ratp.errors import RatpError
 
 _FONT_ENDINGS = frozenset({".ttf", ".otf", ".ttc"})
@@ -61,7 +61,7 @@ def further_faces(folder: Path) -> tuple[list[Face], tuple[str, ...]]:
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in _FONT_ENDINGS:
             if writes_figures(path):
-                found.append(_face(path))
+                found.append(load_face(path))
             else:
                 notes.append(f"Font left out: {path} does not write the ten figures.")
     if not found:
