@@ -4,13 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from ratp.network import ChannelDropout, Network, NetworkConfig
+from ratp.backbones import ChannelDropout
+from ratp.errors import ConfigError
+from ratp.network import Network, NetworkConfig, check_network
 from ratp.randomness import Randomness
 
 
-def make(classes=10, seed=0, **sizes):
+def make(classes=10, seed=0, image_size=(32, 32), **sizes):
     with Randomness(seed).scope("network"):
-        return Network(NetworkConfig(**sizes), classes)
+        return Network(NetworkConfig(**sizes), classes, image_size)
 
 
 def small(seed=0):
@@ -61,8 +63,57 @@ class TestShape:
             torch.testing.assert_close(network.backbone(images()), nn.Sequential(*layers)(images()))
         assert [m.probability for m in network.backbone if isinstance(m, ChannelDropout)] == [0.1, 0.3, 0.5]
 
+    @pytest.mark.parametrize(("backbone", "size"), [("dtn", (20, 12)), ("resnet18", (64, 32))])
+    def test_other_backbones_and_image_sizes(self, backbone, size):
+        network = make(5, backbone=backbone, hidden=16, dim=8, image_size=size).eval()
+        with torch.no_grad():
+            output = network(torch.randn(2, 3, *size))
+        assert output.embedding.shape == (2, 8)
+        assert output.logits.shape == (2, 5)
+
+
+class TestCheck:
+    def test_what_is_right_passes(self):
+        for backbone in ("dtn", "resnet50"):
+            check_network(NetworkConfig(backbone=backbone))
+
+    @pytest.mark.parametrize(
+        ("sizes", "told"),
+        [
+            ({"backbone": "resnet05"}, "Did you mean 'resnet50'?"),
+            ({"backbone": "resnet50", "width": 0.5}, "network.width belongs to dtn"),
+        ],
+    )
+    def test_mistakes_are_found_before_anything_is_built(self, sizes, told):
+        with pytest.raises(ConfigError, match=told.replace("?", "[?]")):
+            check_network(NetworkConfig(**sizes))
+        with pytest.raises(ConfigError):
+            Network(NetworkConfig(**sizes), 10)
+
+    def test_sizes_of_images(self):
+        check_network(NetworkConfig(), (32, 32))
+        with pytest.raises(ConfigError, match="these are 512×512"):
+            check_network(NetworkConfig(), (512, 512))
+
 
 class TestInitialisation:
+    def test_it_draws_the_numbers_it_always_drew(self):
+        """Published results depend on them."""
+        with Randomness(2022).scope("network"):
+            network = Network(NetworkConfig(width=0.1, hidden=16, dim=8), 7)
+            after = torch.rand(1).item()
+        assert after == pytest.approx(0.4120826721191406, abs=0)
+        expected = Randomness(2022).generator("network")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(expected.get_state())
+            before = 3
+            for layer, channels in zip((0, 4, 8), (6, 13, 26), strict=True):
+                assert torch.equal(nn.Conv2d(before, channels, 5, 2, 2).weight, network.backbone[layer].weight)
+                before = channels
+            nn.Linear(before * 16, 16), nn.Linear(16, 8), nn.Linear(8, 7, bias=False)
+            first = torch.empty(16, before * 16).normal_(std=0.01)
+        assert torch.equal(first, network.bottleneck[0].weight)
+
     @pytest.mark.parametrize("classes", [7, 10])
     def test_prototypes_are_uniform_within_the_published_bounds(self, classes):
         weights = torch.cat([make(classes, width=0.1, seed=seed).prototypes.detach() for seed in range(3)])
@@ -157,6 +208,28 @@ class TestFrozenCopy:
         network.frozen_copy()
         assert network.training
         assert all(parameter.requires_grad for parameter in network.parameters())
+
+    def test_its_dropout_holds_no_generator(self):
+        network = small()
+        source = generator()
+        network.use_generator(source)
+        state = source.get_state()
+        copy = network.frozen_copy()
+        assert all(m.generator is None for m in copy.modules() if isinstance(m, ChannelDropout))
+        assert all(m.generator is source for m in network.modules() if isinstance(m, ChannelDropout))
+        assert torch.equal(source.get_state(), state)
+
+    def test_it_copies_any_backbone(self):
+        network = make(3, backbone="resnet18", hidden=16, dim=8).eval()
+        copy = network.frozen_copy()
+        with torch.no_grad():
+            assert torch.equal(network(images()).logits, copy(images()).logits)
+        assert not {p.data_ptr() for p in network.parameters()} & {p.data_ptr() for p in copy.parameters()}
+
+    def test_it_is_made_without_building_anew(self, monkeypatch):
+        network = small()
+        monkeypatch.setattr("ratp.network.make_backbone", None)
+        assert network.frozen_copy().config == network.config
 
     def test_it_leaves_torchs_generator_alone(self):
         network = small()

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ratp.backbones import ChannelDropout, check_backbone, make_backbone
 from ratp.config import switch
+from ratp.parts.batch_norm import BatchNorm1d
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
     """Sizes of a network."""
 
-    backbone: Literal["dtn"] = switch("dtn", "feature extractor")
-    width: float = switch(1.0, "factor on the feature extractor's channels", above=0, below=100)
+    backbone: str = switch("dtn", "feature extractor: dtn, resnet18, resnet50, resnet101 or timm:NAME")
+    width: float = switch(1.0, "factor on the channels of dtn", above=0, below=100)
     hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
     dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)
+
+
+def check_network(config: NetworkConfig, image_size: tuple[int, int] | None = None) -> None:
+    """Checks what the types cannot, before anything is built.
+
+    Args:
+        config: Sizes of the network.
+        image_size: Height and width of the images, if they are known.
+
+    Raises:
+        ConfigError: With one sentence for every mistake.
+    """
+    check_backbone(config.backbone, config.width, image_size)
 
 
 class Output(NamedTuple):
@@ -34,42 +50,6 @@ class Output(NamedTuple):
     logits: Tensor
 
 
-class ChannelDropout(nn.Module):
-    """Drops whole channels while training, drawing from a generator of its own."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-        self.generator: torch.Generator | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zeroes channels and scales the rest up."""
-        if not self.training:
-            return x
-        keep = torch.rand(x.shape[:2], generator=self.generator, device=x.device) >= self.probability
-        return x * (keep / (1 - self.probability))[:, :, None, None].to(x.dtype)
-
-
-def dtn(width: float) -> tuple[nn.Sequential, int]:
-    """DTN, the LeNet variant for 32×32 digits, and the dimension of its features.
-
-    Three blocks of strided 5×5 convolution, BatchNorm, channel dropout and ReLU, with 64, 128 and 256
-    channels at width 1.
-    """
-    layers: list[nn.Module] = []
-    before = 3
-    for channels, dropout in ((64, 0.1), (128, 0.3), (256, 0.5)):
-        after = max(1, round(channels * width))
-        layers += [
-            nn.Conv2d(before, after, kernel_size=5, stride=2, padding=2),
-            nn.BatchNorm2d(after),
-            ChannelDropout(dropout),
-            nn.ReLU(),
-        ]
-        before = after
-    return nn.Sequential(*layers, nn.Flatten()), before * 4 * 4
-
-
 class Network(nn.Module):
     """A classifier in three parts.
 
@@ -79,14 +59,26 @@ class Network(nn.Module):
         classifier: W, linear without bias.
     """
 
-    def __init__(self, config: NetworkConfig, classes: int) -> None:
+    def __init__(self, config: NetworkConfig, classes: int, image_size: tuple[int, int] = (32, 32)) -> None:
+        """Builds a network with random weights, drawn from torch's generator.
+
+        Args:
+            config: Its sizes.
+            classes: Number of classes.
+            image_size: Height and width of the images it will see.
+
+        Raises:
+            ConfigError: If there is no such backbone, or it cannot work on images of this size.
+        """
         super().__init__()
         self.config = config
         self.classes = classes
-        self.backbone, features = dtn(config.width)
+        self.image_size = image_size
+        self.channels_last = False
+        self.backbone, features = make_backbone(config.backbone, image_size, config.width)
         self.bottleneck = nn.Sequential(
             nn.Linear(features, config.hidden),
-            nn.BatchNorm1d(config.hidden),
+            BatchNorm1d(config.hidden),
             nn.ReLU(),
             nn.Linear(config.hidden, config.dim),
         )
@@ -102,8 +94,18 @@ class Network(nn.Module):
         """The classifier's rows, shape (classes, dim)."""
         return self.classifier.weight
 
+    def on(self, device: torch.device) -> Network:
+        """The network on a device, in the layout that is fastest there."""
+        self.channels_last = device.type == "cuda" and self.config.backbone != "dtn"
+        self.to(device)
+        if self.channels_last:
+            self.to(memory_format=torch.channels_last)
+        return self
+
     def forward(self, images: Tensor) -> Output:
         """Embedding and logits of normalised images."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         embedding = self.bottleneck(self.backbone(images))
         return Output(embedding, self.classifier(embedding))
 
@@ -119,9 +121,5 @@ class Network(nn.Module):
                 module.generator = generator
 
     def frozen_copy(self) -> Network:
-        """A copy that no longer learns: in evaluation mode, without gradients."""
-        device = self.prototypes.device
-        with torch.random.fork_rng(devices=[]):
-            copy = Network(self.config, self.classes)
-        copy.load_state_dict(self.state_dict())
-        return copy.to(device).eval().requires_grad_(False)
+        """A copy that no longer learns: in evaluation mode, without gradients, its dropout without a generator."""
+        return deepcopy(self).eval().requires_grad_(False)

@@ -1,0 +1,239 @@
+"""Batch normalisation that can take its statistics from some rows of a batch only.
+
+A batch of fixed size in which only some rows count can then stand for the smaller batch of these rows, so that
+the shapes of a training step never depend on its data:
+
+    with only_rows(network, mask):
+        output = network(images)
+
+For the rows where the mask is true this is what torch's layers give on these rows alone: outputs, running
+statistics and gradients. The other rows are normalised with the same statistics and have no part in them; what
+becomes of them must enter no loss. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ratp.errors import RatpError
+
+_TRACKED = "mean", "var"
+
+
+class _Rows:
+    """The rows that count, and what all layers need of them, computed once.
+
+    Attributes:
+        mask: Which rows count, bool of shape (n,).
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self._made: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """1 or 0 for each row, and the same over their number, both (n, 1); whether there are any, as 1 or 0."""
+        if ("weights", dtype) not in self._made:
+            counts = self.mask.to(dtype)[:, None]
+            count = counts.sum()
+            self._made["weights", dtype] = counts, counts / count.clamp_min(1), count.clamp(max=1)
+        return self._made["weights", dtype]
+
+    def totals(self, space: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """For ``space`` values a row: m (1 if none), m/(m − 1), and whether a variance can be taken, as 1 or 0."""
+        if ("totals", space, dtype) not in self._made:
+            total = self.weights(dtype)[0].sum() * space
+            less_one = (total - 1).clamp_min(1)
+            self._made["totals", space, dtype] = total.clamp_min(1), total / less_one, (total - 1).clamp(0, 1)
+        return self._made["totals", space, dtype]
+
+
+class _RowMasked(_BatchNorm):
+    """What both layers add to torch's."""
+
+    _rows: _Rows | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises; with a mask in force, by the statistics of its rows."""
+        rows = self._rows
+        if rows is None or not (self.training or self.running_mean is None):
+            return super().forward(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        if rows.mask.shape != x.shape[:1]:
+            raise RatpError(f"a mask of {tuple(rows.mask.shape)} rows does not fit a batch of {tuple(x.shape)}.")
+        dtype, space = torch.promote_types(x.dtype, torch.float32), math.prod(x.shape[2:])
+        with torch.no_grad():
+            mean, variance = _statistics(x.to(dtype), rows.weights(dtype)[1])
+            usual_mean, usual_variance = self.running_mean, self.running_var
+            if usual_mean is None or usual_variance is None:
+                usual_mean, usual_variance = torch.zeros_like(mean), torch.ones_like(variance)
+            # Where no row counts, the usual statistics keep the numbers finite; nothing depends on them.
+            some = rows.weights(dtype)[2]
+            mean, variance = usual_mean.to(dtype).lerp(mean, some), usual_variance.to(dtype).lerp(variance, some)
+            if self.training:
+                self._track(mean, variance, rows, space)
+            invstd = (variance + self.eps).rsqrt()
+        total, counts = rows.totals(space, dtype)[0], rows.weights(dtype)[0]
+        y: Tensor = _Normalise.apply(x, self.weight, self.bias, counts, mean, invstd, total)
+        return y
+
+    def _track(self, mean: Tensor, variance: Tensor, rows: _Rows, space: int) -> None:
+        """Moves the running statistics; not at all where no row counts, the variance not for a single value."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        dtype = self.running_mean.dtype
+        some = rows.weights(mean.dtype)[2]
+        _, correction, enough = rows.totals(space, mean.dtype)
+        self.num_batches_tracked.add_(some.long())
+        momentum: float | Tensor
+        if self.momentum is None:
+            momentum = self.num_batches_tracked.clamp_min(1).to(mean.dtype).reciprocal()
+        else:
+            momentum = self.momentum
+        # r ← r + momentum·(s − r), with the unbiased variance. Like torch's own update it goes past autograd, which
+        # would take it for a change of what an earlier, unmasked pass through this layer needs for its gradient.
+        self.running_mean.data.lerp_(mean.to(dtype), (some * momentum).to(dtype))
+        self.running_var.data.lerp_((variance * correction).to(dtype), (enough * momentum).to(dtype))
+
+
+class BatchNorm1d(_RowMasked, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d``, which :func:`only_rows` can restrict."""
+
+
+class BatchNorm2d(_RowMasked, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``, which :func:`only_rows` can restrict."""
+
+
+@contextmanager
+def only_rows(module: nn.Module, mask: Tensor | None) -> Iterator[None]:
+    """Within the block, layers of this file inside ``module`` take batch statistics from the rows of ``mask`` only.
+
+    Args:
+        module: Whose layers.
+        mask: Which rows count, bool of shape (n,); None: all, as ever.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, _RowMasked)]
+    before = [layer._rows for layer in layers]
+    rows = None if mask is None else _Rows(mask)
+    for layer in layers:
+        layer._rows = rows
+    try:
+        yield
+    finally:
+        for layer, last in zip(layers, before, strict=True):
+            layer._rows = last
+
+
+def supports_row_masks(module: nn.Module) -> bool:
+    """Whether every layer of ``module`` that mixes the rows of a batch while it trains can be restricted."""
+    foreign = [layer for layer in module.modules() if not isinstance(layer, _RowMasked)]
+    return not any(
+        isinstance(layer, _BatchNorm) or any(getattr(layer, f"running_{name}", None) is not None for name in _TRACKED)
+        for layer in foreign
+    )
+
+
+def _statistics(x: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel over the rows that count, given 1/n for each of these."""
+    if x.ndim == 2:
+        mean = (x * shares).sum(dim=0)
+        return mean, ((x - mean).square_() * shares).sum(dim=0)
+    variances, means = torch.var_mean(x, dim=tuple(range(2, x.ndim)), correction=0)
+    mean = (means * shares).sum(dim=0)
+    # σ² = Σ (σ_i² + (μ_i − μ)²) / n
+    distance = means.sub_(mean)
+    return mean, (variances.addcmul_(distance, distance) * shares).sum(dim=0)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = γ·(x − μ)/σ + β, where μ and σ are those of the rows that count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        counts: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        total: Tensor,
+    ) -> Tensor:
+        """Normalises all rows.
+
+        Args:
+            ctx: Keeps what the gradient needs.
+            x: Shape (n, c, …).
+            weight: γ, shape (c,).
+            bias: β, shape (c,).
+            counts: 1 for the rows the statistics are taken from, 0 for the others, shape (n, 1).
+            mean: μ, shape (c,).
+            invstd: 1/σ, shape (c,).
+            total: m, the values a channel that counted.
+        """
+        ctx.save_for_backward(x, weight, counts, mean, invstd, total)
+        if x.is_cuda:
+            return torch.batch_norm_elemt(_dense(x), weight, bias, mean, invstd, 0.0)
+        scale = invstd if weight is None else invstd * weight
+        shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+        return torch.addcmul(_spread(shift, x), x, _spread(scale, x)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, γ and β."""
+        x, weight, counts, mean, invstd, total = ctx.saved_tensors
+        # Σ dy and Σ dy·(x − μ); dy is zero where a row does not count.
+        if x.is_cuda:
+            x, dy = _dense(x), dy.contiguous(memory_format=_layout(x))
+            sum_dy, sum_dy_x, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, False, False)
+        else:
+            axes = (0, *range(2, x.ndim))
+            sum_dy, sum_dy_x = dy.sum(dim=axes), (dy * (x - _spread(mean, x))).sum(dim=axes)
+        d_weight = sum_dy_x * invstd
+        dx = None
+        if ctx.needs_input_grad[0] and x.is_cuda:
+            number = total.to(torch.int32)[None]
+            dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_x, number)
+            dx.mul_(_spread(counts, x).to(x.dtype))
+        elif ctx.needs_input_grad[0]:
+            # dx = γ/σ·(dy − (Σdy + (x − μ)/σ²·Σdy(x − μ))/m) where a row counts
+            scale = invstd if weight is None else invstd * weight
+            share = counts / total
+            slope = scale * invstd * d_weight
+            shift = torch.addcmul(slope * mean, scale, sum_dy, value=-1)
+            dx = torch.addcmul(_spread(share * shift, x), x, _spread(share * slope, x), value=-1)
+            dx = dx.addcmul_(dy, _spread(scale, x)).to(x.dtype)
+        kind = invstd.dtype if weight is None else weight.dtype
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        return (
+            dx,
+            d_weight.to(kind) if needs_weight else None,
+            sum_dy.to(kind) if needs_bias else None,
+            *(None,) * 4,
+        )
+
+
+def _spread(values: Tensor, x: Tensor) -> Tensor:
+    """Values of shape (c,) or (n, c) with the dimensions of ``x``."""
+    values = values if values.ndim == 2 else values[None]
+    return values.reshape(*values.shape, *(1,) * (x.ndim - 2))
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    """The layout of a dense tensor."""
+    channels_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def _dense(x: Tensor) -> Tensor:
+    """In one of the two layouts CUDA's kernels know."""
+    return x.contiguous(memory_format=_layout(x))
