@@ -22,11 +22,21 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.io import savemat
 
-from ratp.data.formats.canonical import Pictures, write_domain
-from ratp.data.formats.encoding import file_png
-from ratp.data.importers import fetch_domain, import_domain
+from ratp.data.formats.canonical import write_domain
+from ratp.data.formats.pictures import Pictures
+from ratp.data.importers import import_domain
+from ratp.data.published import fetch_domain
 from ratp.data.rebuild import provenance
-from ratp.data.sources import CATALOGUE, DIGITS, DOMAINNET_10, PACS_CLASSES, DomainSource, SourceFile, data_set
+from ratp.data.sources import (
+    CATALOGUE,
+    DIGITS,
+    DOMAINNET_10,
+    PACS_CLASSES,
+    DomainSource,
+    SourceFile,
+    data_set,
+    find_sources,
+)
 from ratp.errors import RatpError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -53,15 +63,21 @@ def image_zip(path, members):
     return path
 
 
-def contents(path):
-    """Of a canonical zip, by number: class and pixels."""
+def stored(path):
+    """Of a canonical zip, by number: class, ending and bytes."""
     with zipfile.ZipFile(path) as archive:
         found = {}
         for name in archive.namelist():
             domain, label, file = name.split("/")
             assert domain == path.stem
-            found[int(file.removesuffix(".png"))] = (label, np.asarray(Image.open(io.BytesIO(archive.read(name)))))
+            number, dot, ending = file.partition(".")
+            found[int(number)] = (label, dot + ending, archive.read(name))
     return found
+
+
+def contents(path):
+    """Of a canonical zip, by number: class and pixels."""
+    return {k: (label, np.asarray(Image.open(io.BytesIO(data)))) for k, (label, _, data) in stored(path).items()}
 
 
 def assert_holds(path, images, labels):
@@ -561,35 +577,41 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
 # --- images
 
 
-def test_every_kind_of_image_keeps_its_pixels(tmp_path):
+@FORMS
+def test_image_files_are_kept_as_they_are(tmp_path, form):
+    """No pixel changes, no file grows, and whatever else is in it stays, such as how to hold the picture."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
     alpha = np.concatenate([COLOUR[0], GREY[0, :9, :7, None]], axis=2)
     deep = (np.arange(63, dtype=np.uint16) * 1000).reshape(9, 7)
     files = {
         "a/1.bmp": png(COLOUR[0], "BMP"),
-        "a/2.webp": png(COLOUR[0], "WEBP", lossless=True),
+        "a/2.webp": png(COLOUR[0], "WEBP", quality=50),
         "a/3.png": png(alpha),
         "a/4.png": png(deep),
         "a/5.tif": png(GREY[0], "TIFF"),
-        "a/6.png": png(GREY[0] > 128),
+        "a/6.jpeg": png(COLOUR[0], "JPEG", exif=exif),
+        "a/7.gif": png(GREY[0], "GIF"),
+        "a/8.pgm": png(GREY[0], "PPM"),
     }
-    found = contents(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path)
-    for k, wanted in enumerate([COLOUR[0], COLOUR[0], alpha, deep, GREY[0], GREY[0] > 128]):
-        np.testing.assert_array_equal(found[k][1], wanted)
+    found = stored(import_domain("own", [form(tmp_path, files)], tmp_path / "out").path)
+    assert [(ending, data) for _, ending, data in (found[k] for k in range(8))] == [
+        (name[3:], data) for name, data in files.items()
+    ]
 
 
-def test_jpeg_is_decoded_upright(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    upright, turned = png(COLOUR[0], "JPEG"), png(COLOUR[0], "JPEG", exif=exif)
-    decoded = np.asarray(Image.open(io.BytesIO(upright)))
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(file_png(upright, "x")))), decoded)
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(file_png(turned, "x")))), np.rot90(decoded, -1))
+def test_endings_follow_the_content(tmp_path):
+    files = {"a/1.png": png(COLOUR[0], "JPEG"), "a/2.JPG": png(COLOUR[1], "JPEG"), "a/3.jpeg": png(COLOUR[2], "WEBP")}
+    found = stored(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path)
+    assert [ending for _, ending, _ in found.values()] == [".jpg", ".jpg", ".webp"]
+    assert [data for _, _, data in found.values()] == list(files.values())
 
 
-def test_print_colours_become_screen_colours():
-    file = io.BytesIO()
-    Image.new("CMYK", (4, 4), (0, 0, 0, 0)).save(file, "JPEG")
-    assert np.asarray(Image.open(io.BytesIO(file_png(file.getvalue(), "x")))).tolist() == [[[255] * 3] * 4] * 4
+def test_members_are_sorted_whatever_their_endings(tmp_path):
+    kinds = ["PNG", "BMP", "WEBP", "JPEG"]
+    files = {f"{label}/{k}.png": png(COLOUR[k], kinds[k % 4]) for k in range(8) for label in ("a", "a b")}
+    with zipfile.ZipFile(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path) as archive:
+        assert archive.namelist() == sorted(archive.namelist())
 
 
 def bad_images():
@@ -637,7 +659,7 @@ def test_enormous_image(tmp_path):
     file = io.BytesIO()
     Image.new("1", (20_000, 6_000)).save(file, "PNG")
     given = as_folder(tmp_path, {"dog/huge.png": file.getvalue()})
-    refused(tmp_path, r"20000×6000 pixels are more than the 100,000,000 allowed", "photo", given)
+    refused(tmp_path, r"huge\.png: too many pixels: 20,000×6,000, at most 100 million", "photo", given)
 
 
 def test_special_file(tmp_path):
@@ -805,7 +827,12 @@ def test_catalogue():
     for entry in CATALOGUE.values():
         for source in entry.domains.values():
             assert source.manual.startswith("By hand: download ")
-            assert f"ratp data import {source.name} " in source.manual
+            commands = [line.split() for line in source.manual.splitlines() if line.startswith("  ratp data ")]
+            assert [words[2] for words in commands] == ["import", "build"] if source.rebuilds else ["import"]
+            for words in commands:
+                found, domains = find_sources(words[3])
+                assert found is entry
+                assert source in domains
             for file in source.files:
                 assert all(url.startswith(("https://", "http://")) for url in file.urls)
                 assert all(url.endswith(file.name) for url in file.urls)
@@ -819,9 +846,42 @@ def test_unknown_names():
         data_set("digits").domain("mnist-m")
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "domains"),
+    [
+        ("mnist", "digits", ["mnist"]),
+        ("MNIST-M", "digits", ["mnist_m"]),
+        ("digits/syn", "digits", ["syn"]),
+        ("pacs/sketch", "pacs", ["sketch"]),
+        ("domainnet/sketch", "domainnet", ["sketch"]),
+        ("pacs", "pacs", ["photo", "art_painting", "cartoon", "sketch"]),
+        ("domainnet-original", "domainnet_original", ["clipart", "painting"]),
+    ],
+)
+def test_what_a_name_means(name, data, domains):
+    found, sources = find_sources(name)
+    assert (found.name, [source.name for source in sources]) == (data, domains)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("sketch", "'sketch' is a domain of 2 data sets. Write pacs/sketch or domainnet/sketch."),
+        ("mnits", "unknown data set or domain 'mnits'. Did you mean 'mnist'?"),
+        ("pacs/phto", "unknown domain of pacs 'phto'. Did you mean 'photo'?"),
+        ("pcas/photo", "unknown data set 'pcas'. Did you mean 'pacs'?"),
+        ("", "unknown data set or domain ''"),
+    ],
+)
+def test_a_name_that_means_nothing_or_too_much(name, told):
+    with pytest.raises(RatpError) as caught:
+        find_sources(name)
+    assert str(caught.value).startswith(told)
+
+
 @pytest.mark.parametrize(("data", "domain"), [("digits", "syn"), ("digits", "mnist_m"), ("pacs", "photo")])
 def test_domains_without_an_address_say_how_to_get_them(tmp_path, data, domain):
-    with pytest.raises(RatpError, match=rf"no address.*\n.*\s*ratp data import {domain} "):
+    with pytest.raises(RatpError, match=rf"(?s)no address.*\n  https://.*\n  ratp data import ({domain}|{data}) "):
         fetch_domain(data, domain, tmp_path)
 
 
@@ -850,7 +910,7 @@ def test_fetch(tmp_path, monkeypatch):
     report = fetch_domain("digits", "mnist", tmp_path, opener=opener)
     assert_holds(tmp_path / "digits" / "mnist.zip", GREY, LABELS)
     assert asked == ["http://host/labels", "http://host/images"]
-    assert report.notes == ("mnist: for tests only.", "mnist has 12 images; it was published with 13.")
+    assert report.notes == ("mnist has 12 images; it was published with 13.", "mnist: for tests only.")
     assert sorted(path.name for path in (tmp_path / "downloads" / "digits").iterdir()) == ["images", "labels"]
     with pytest.raises(RatpError, match="exists already"):
         fetch_domain("digits", "mnist", tmp_path, opener=opener)

@@ -95,7 +95,7 @@ class TestCheck:
     def test_sizes_of_nothing(self, tmp_path):
         manifest = check_domain(open_tree(put(tmp_path, {"cat/1.png": b""})))
         assert manifest.heights == (0, 0, 0)
-        assert describe(manifest)[0].endswith(": 0 images, 1 class(es)")
+        assert describe(manifest)[0].endswith(": 0 images, 1 class")
 
 
 class TestHash:
@@ -135,7 +135,7 @@ class TestDuplicatesBetween:
 class TestDescription:
     def test_it_says_all_there_is_to_see(self, manifest):
         lines = describe(manifest)
-        assert lines[:2] == ["troubled: 12 images, 2 class(es)", "images a class: cat 4, dog 8"]
+        assert lines[:2] == ["troubled: 12 images, 2 classes", "images a class: cat 4, dog 8"]
         text = "\n".join(lines)
         for part in (
             "height 8 to 30, median 9, width 10 to 40, median 10",
@@ -143,7 +143,7 @@ class TestDescription:
             "ignored: 1 ('notes.txt')",
             "exact duplicates: 2, e.g. 'cat/0.png', 'dog/twin.png'",
             "in two classes at once: 1",
-            "no usable images: 3",
+            "unusable: 3",
             "  cat/empty.jpg: empty (0 bytes)",
             f"hash: {manifest.hash}",
         ):

@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_images
 from ratp.data.contact_sheet import contact_sheet
 from ratp.data.drawing import faces
 from ratp.data.importers import import_domain
-from ratp.data.rebuild import build_mnist_m, build_syn, provenance
+from ratp.data.rebuild import build_mnist_m, build_syn, origin, provenance
 from ratp.data.syn import further_faces, syn_image, writes_figures
 from ratp.domain import LabelledDomain
 from ratp.errors import RatpError
@@ -309,6 +309,44 @@ def test_provenance_of_anything_else(tmp_path):
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.comment = comment
     assert [provenance(tmp_path / name) for name in ("text", "gone", *"abcde")] == [None] * 7
+
+
+def test_origin_is_a_phrase(tmp_path, photographs):
+    mnist_m = build_mnist_m(handwriting(), [photographs[0]], tmp_path / "out", seed=3, count=12).path
+    assert origin(mnist_m) == "rebuilt: mnist_m 1, seed 3"
+    assert origin(build_syn(tmp_path / "out", seed=8, count=10).path) == "rebuilt: syn 1, seed 8"
+
+
+@pytest.mark.parametrize(
+    ("comment", "said"),
+    [
+        (b"", None),
+        (b'{"author": "me"}', None),
+        (b'{"rebuilt": true}', "rebuilt"),
+        (b'{"rebuilt": true, "recipe": "a\\nb", "seed": 1}', "rebuilt"),
+        (b'{"rebuilt": true, "recipe": "syn 1", "seed": "PK\\u0005"}', "rebuilt"),
+        (b'{"rebuilt": true, "recipe": "PK\x05\x06 is no end", "seed": 1}', None),
+    ],
+)
+def test_origin_of_other_zips(tmp_path, comment, said):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("syn/0/1.png", b"x")
+        archive.comment = comment
+    assert origin(tmp_path / "x.zip") == said
+
+
+def test_origin_of_what_is_no_zip(tmp_path):
+    (tmp_path / "short").write_bytes(b"PK\5\6")
+    (tmp_path / "empty").write_bytes(b"")
+    assert [origin(tmp_path / name) for name in ("short", "empty", "gone", ".")] == [None] * 4
+
+
+def test_origin_reads_the_end_of_the_file_only(tmp_path):
+    """A stream of large zips asks for it whenever it is opened."""
+    path = build_syn(tmp_path, seed=2, count=10).path
+    whole = path.read_bytes()
+    path.write_bytes(bytes(len(whole) - 1000) + whole[-1000:])
+    assert origin(path) == "rebuilt: syn 1, seed 2"
 
 
 def test_importing_a_rebuilt_set_keeps_the_label(tmp_path):

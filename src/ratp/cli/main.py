@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ratp.cli import doctor, lists, reports, runs
+from ratp.cli import data, doctor, lists, reports, runs, weights
 from ratp.cli.console import stderr
+from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError, RatpError
 from ratp.version import __version__
 
@@ -25,6 +26,8 @@ app.command()(runs.run)
 app.command()(reports.report)
 app.add_typer(lists.methods, name="methods")
 app.add_typer(lists.streams, name="streams")
+app.add_typer(data.app, name="data")
+app.command("import-weights")(weights.import_weights)
 app.command()(doctor.doctor)
 
 
@@ -50,7 +53,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where × and ✓ do not exist
     try:
-        app(sys.argv[1:] or ["--help"], prog_name="ratp")
+        app(spread_targets(sys.argv[1:]) or ["--help"], prog_name="ratp")
     except RatpError as error:
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a process that only decodes needs no numpy, and is there so
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
-__all__ = ["MAX_PIXELS", "BadImage", "Decoded", "Picture", "decode", "decode_picture"]
+__all__ = ["MAX_PIXELS", "BadImage", "Decoded", "Picture", "decode", "decode_picture", "image_kind"]
 
 MAX_PIXELS = 100_000_000
 _ORIENTATION = 0x0112
@@ -111,7 +111,7 @@ def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
     Raises:
         BadImage: As :func:`decode` does.
     """
-    kind = _kind(data)
+    kind = image_kind(data)
     from PIL.Image import DecompressionBombError
 
     try:
@@ -125,8 +125,12 @@ def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
         raise BadImage(_reason(kind, error)) from error
 
 
-def _kind(data: bytes) -> str:
-    """Which of the formats the data begins like."""
+def image_kind(data: bytes) -> str:
+    """Which of the formats the data begins like.
+
+    Raises:
+        BadImage: If it begins like none.
+    """
     kind = next((kind for start, kind in _BEGINNINGS.items() if data.startswith(start)), None)
     if kind:
         return kind

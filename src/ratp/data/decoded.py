@@ -201,7 +201,7 @@ class _Job:
 
     def _is_lasting(self, manifest: Manifest) -> bool:
         """Whether the outcome will be the same next time: a file that cannot be read today may be tomorrow."""
-        return self.tree.is_archive or all(file.sha256 is not None for file in manifest.files)
+        return all(file.sha256 is not None for file in manifest.files)
 
     def _bytes(self) -> int:
         return len(self.tree.files) * 3 * self.height * self.width

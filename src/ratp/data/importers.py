@@ -6,31 +6,28 @@ What a file is, its content says; its name only helps where content leaves a cho
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace as changed
 from pathlib import Path
 
-from ratp.data.download import PATIENCE, Opener, Patience, download, open_web
 from ratp.data.formats.arrays import Array, array_pictures, read_npz
 from ratp.data.formats.canonical import (
     ImportReport,
     OnBadImage,
-    Pictures,
     Progress,
     check_name,
-    joined,
+    free_path,
     provenance,
-    selected,
     write_domain,
 )
 from ratp.data.formats.idx import idx_pairs
 from ratp.data.formats.layouts import Place, by_folder, by_list, lists_in
 from ratp.data.formats.libsvm import read_libsvm
 from ratp.data.formats.matlab import read_hdf5, read_mat
+from ratp.data.formats.pictures import Pictures, joined, selected
 from ratp.data.formats.recognition import read_list, recognised
 from ratp.data.sources import DIGITS, data_set
 from ratp.errors import RatpError
 
-__all__ = ["ImportReport", "fetch_domain", "import_domain"]
+__all__ = ["ImportReport", "import_domain"]
 
 _DIGIT_DOMAINS = frozenset(data_set("digits").domains)
 _ARRAYS: dict[str, Callable[[Path], list[tuple[Array, Array]]]] = {
@@ -74,6 +71,7 @@ def import_domain(
     check_name("domain", name)
     if not inputs:
         raise RatpError(f"nothing to import for {name!r}: give the files or the folder it is made from.")
+    free_path(out, name, replace=replace)
     pictures = _pictures(name, [found for path in inputs for found in recognised(path)])
     if classes is not None:
         pictures = selected(pictures, classes)
@@ -88,69 +86,6 @@ def import_domain(
         expected=expected,
         progress=progress,
     )
-
-
-def fetch_domain(
-    data: str,
-    domain: str,
-    folder: Path,
-    progress: Progress | None = None,
-    *,
-    opener: Opener = open_web,
-    patience: Patience = PATIENCE,
-    on_bad_image: OnBadImage = "stop",
-    replace: bool = False,
-) -> ImportReport:
-    """Downloads a domain of the catalogue and imports it to ``folder/DATA/DOMAIN.zip``.
-
-    Downloads are kept in ``folder/downloads/DATA``; they may be removed afterwards.
-
-    Args:
-        data: Name of the data set.
-        domain: Name of the domain.
-        folder: The data folder.
-        progress: Called while downloading, and again while importing.
-        opener: Sends a request with a timeout.
-        patience: How long to try an address.
-        on_bad_image: As for :func:`import_domain`.
-        replace: As for :func:`import_domain`.
-
-    Raises:
-        RatpError: If it cannot be downloaded or imported; for a domain without a reliable address, how to get it.
-    """
-    chosen = data_set(data)
-    source = chosen.domain(domain)
-    if not source.files:
-        raise RatpError(f"{domain} of {data} has no address it can be downloaded from.\n{source.manual}")
-    if (folder / data / f"{domain}.zip").exists() and not replace:
-        raise RatpError(f"{folder / data / domain}.zip exists already. Remove it first, or ask for it to be replaced.")
-    files = [
-        download(
-            file.urls,
-            folder / "downloads" / data / file.name,
-            file.sha256,
-            progress,
-            opener,
-            size=file.size,
-            manual=source.manual,
-            patience=patience,
-        )
-        for file in source.chosen()
-    ]
-    report = import_domain(
-        domain,
-        files,
-        folder / data,
-        progress,
-        classes=chosen.classes if chosen.is_selection else None,
-        on_bad_image=on_bad_image,
-        replace=replace,
-        expected=source.images(),
-    )
-    notes = [f"{domain}: {source.terms}."] if source.terms else []
-    if source.published not in (None, report.total):
-        notes.append(f"{domain} has {report.total:,} images; it was published with {source.published:,}.")
-    return changed(report, notes=(*report.notes, *notes))
 
 
 def _pictures(name: str, inputs: Sequence[tuple[str, Path]]) -> Pictures:

@@ -191,7 +191,8 @@ def duplicates_between(manifests: Iterable[Manifest]) -> tuple[Duplicate, ...]:
 
 def describe(manifest: Manifest) -> list[str]:
     """What there is to say about a domain, a line each: what it has first, then what deserves a look."""
-    classes = "no classes" if manifest.classes is None else f"{len(manifest.classes)} class(es)"
+    count = len(manifest.classes or ())
+    classes = f"{count or 'no'} {'class' if count == 1 else 'classes'}"
     lines = [f"{manifest.name}: {len(manifest.usable):,} images, {classes}"]
     if manifest.classes is not None:
         lines.append("images a class: " + ", ".join(f"{name} {count:,}" for name, count in manifest.counts.items()))
@@ -208,7 +209,7 @@ def describe(manifest: Manifest) -> list[str]:
         if split:
             lines.append(f"of those in two classes at once: {len(split):,}, e.g. {quoted([f.name for f in split[0]])}")
     if manifest.bad:
-        lines.append(f"no usable images: {len(manifest.bad):,}")
+        lines.append(f"unusable: {len(manifest.bad):,}")
         lines += [f"  {line}" for line in describe_bad(manifest.bad)]
     return [*lines, f"hash: {manifest.hash}"]
 

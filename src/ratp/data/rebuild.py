@@ -6,7 +6,7 @@
 * ``syn`` (same authors): printed numbers of one to three digits, the middle one being the label, in varying fonts,
   positions, orientations, colours and blur, 32×32.
 
-A rebuilt set is not the original one: :func:`provenance` tells them apart, and results must say so.
+A rebuilt set is not the original one: :func:`origin` tells them apart, and results must say so.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from ratp.data.decode import decode, decode_picture
 from ratp.data.drawing import SIZE, Bytes, Floats, faces
 from ratp.data.formats.arrays import array_pictures
-from ratp.data.formats.canonical import ImportReport, Pictures, Progress, provenance, write_domain
-from ratp.data.formats.encoding import array_png, decoded
+from ratp.data.formats.canonical import ImportReport, Progress, free_path, origin, provenance, write_domain
+from ratp.data.formats.encoding import array_png
 from ratp.data.formats.layouts import Place, by_folder
+from ratp.data.formats.pictures import Pictures
 from ratp.data.listing import BadImage, is_image_name
 from ratp.data.syn import further_faces, syn_image
 from ratp.errors import RatpError
 
-__all__ = ["Digits", "build_mnist_m", "build_syn", "provenance"]
+__all__ = ["Digits", "build_mnist_m", "build_syn", "origin", "provenance"]
 
 Ints = NDArray[np.int64]
 
@@ -84,6 +86,7 @@ def build_mnist_m(
     Raises:
         RatpError: If there are not so many digits, no photographs, or the file cannot be written.
     """
+    free_path(out, "mnist_m", replace=replace)
     rng = np.random.default_rng([_checked(seed), *b"mnist_m"])
     digits, labels = _digits(rng, mnist, count)
     if max(digits.shape[1:3]) > size:
@@ -103,7 +106,7 @@ def build_mnist_m(
     }
     pictures = array_pictures(images, labels, "mnist_m")
     pictures = Pictures(
-        pictures.classes, pictures.png, ("mnist_m is rebuilt, not the original release.", *photos.notes)
+        pictures.classes, pictures.read, ("mnist_m is rebuilt, not the original release.", *photos.notes)
     )
     return write_domain("mnist_m", pictures, out, provenance=made, replace=replace, progress=progress)
 
@@ -121,7 +124,7 @@ def _digits(rng: Generator, mnist: Digits | Path, count: int | None) -> tuple[By
         if not set(pictures.classes) <= set("0123456789"):
             raise RatpError(f"{mnist} holds no digits: its classes are {', '.join(sorted(set(pictures.classes)))}.")
         chosen = _choice(rng, len(pictures), count)
-        grey = [np.asarray(decoded(pictures.png(k), str(mnist)).convert("L")) for k in chosen]
+        grey = [np.asarray(decode_picture(pictures.read(k).data, None).image.convert("L")) for k in chosen]
         if len({image.shape for image in grey}) > 1:
             raise RatpError(f"{mnist} holds images of different sizes; MNIST has only one.")
         return np.stack(grey)[:, :, :, None], np.array([int(pictures.classes[k]) for k in chosen])
@@ -185,9 +188,9 @@ class _Photographs:
         source = rng.integers(len(self._images), size=len(ink))
         place = rng.random((len(ink), 2))
         images = np.empty((len(ink), size, size, 3), np.uint8)
-        for number, origin in enumerate(self._images):
+        for number, given in enumerate(self._images):
             members = np.flatnonzero(source == number)
-            photograph = _photograph(origin) if isinstance(origin, Path) and len(members) else origin
+            photograph = _photograph(given) if isinstance(given, Path) and len(members) else given
             for start in range(0, len(members), _AT_ONCE):
                 some = members[start : start + _AT_ONCE]
                 patches = _patches(np.asarray(photograph), place[some], size)
@@ -204,9 +207,11 @@ def _patches(photograph: Bytes, place: Floats, size: int) -> Bytes:
 
 def _photograph(path: Path) -> Bytes:
     try:
-        return np.asarray(decoded(path.read_bytes(), str(path)).convert("RGB"))
+        return decode(path.read_bytes(), None).image
     except OSError as error:
         raise BadImage(f"{path}: {error.strerror or error}") from error
+    except BadImage as problem:
+        raise BadImage(f"{path}: {problem}") from problem
 
 
 def _image_files(given: Sequence[Path]) -> list[Path]:

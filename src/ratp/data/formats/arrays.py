@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratp.data.formats.canonical import Pictures
 from ratp.data.formats.encoding import array_png
+from ratp.data.formats.pictures import Pictures
 from ratp.errors import RatpError
 
 Array = NDArray[Any]

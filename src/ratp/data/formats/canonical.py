@@ -1,7 +1,8 @@
 """The form in which a domain lies in a data folder: ``NAME.zip`` with ``NAME/class/00000.png`` in it.
 
-Pictures are lossless PNG, stored as they are, sorted by name and without times, so that the same pictures give
-the same bytes. A set that was not published but made says so in the comment of its zip.
+Pictures that came as image files keep their bytes and endings, those that came as arrays are lossless PNG. All are
+stored as they are, sorted by name and without times, so that the same pictures give the same bytes. A set that
+was not published but made says so in the comment of its zip.
 """
 
 from __future__ import annotations
@@ -11,41 +12,24 @@ import os
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ratp.data.formats.pictures import Pictures
 from ratp.data.listing import BadImage
-from ratp.errors import RatpError, unknown
+from ratp.errors import RatpError
 
 Progress = Callable[[int, int | None], None]
 OnBadImage = Literal["stop", "skip"]
 
 _FIRST_DAY = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can express
 _LISTED = 20
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Labelled pictures, read one at a time.
-
-    Attributes:
-        classes: The class of every picture.
-        png: Gives the picture of that position, or raises :class:`~ratp.data.listing.BadImage` with its name and
-            the reason.
-        notes: What is worth knowing about them.
-        unreadable: What could not even be listed, each with the reason.
-    """
-
-    classes: Sequence[str]
-    png: Callable[[int], bytes]
-    notes: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.classes)
+_END, _END_BYTES = b"PK\5\6", 22  # the record that ends a zip, but for the comment
+_LONGEST_END = _END_BYTES + 0xFFFF
+_LONGEST_RECIPE = 40
 
 
 @dataclass(frozen=True)
@@ -72,38 +56,6 @@ class ImportReport:
         return sum(self.images.values())
 
 
-def joined(parts: Sequence[Pictures]) -> Pictures:
-    """All pictures of ``parts``, one after the other."""
-    places = [(part, k) for part in parts for k in range(len(part))]
-    return Pictures(
-        [part.classes[k] for part, k in places],
-        lambda position: places[position][0].png(places[position][1]),
-        tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-        tuple(dict.fromkeys(problem for part in parts for problem in part.unreadable)),
-    )
-
-
-def selected(pictures: Pictures, classes: Collection[str]) -> Pictures:
-    """The pictures of some classes.
-
-    Raises:
-        RatpError: If there is no picture of one of them.
-    """
-    found = set(pictures.classes)
-    for label in classes:
-        if label not in found:
-            raise RatpError(unknown("class", label, found))
-    places = [k for k, label in enumerate(pictures.classes) if label in classes]
-    left_out = len(found) - len(set(classes))
-    note = f"{len(pictures) - len(places):,} images of {left_out:,} other classes were left out."
-    return Pictures(
-        [pictures.classes[k] for k in places],
-        lambda position: pictures.png(places[position]),
-        (*pictures.notes, *([note] if left_out else [])),
-        pictures.unreadable,
-    )
-
-
 def check_name(kind: str, name: str) -> str:
     """The name, if it can be one step of a path.
 
@@ -115,6 +67,18 @@ def check_name(kind: str, name: str) -> str:
             f"{name!r} cannot be the name of a {kind}: it must not be empty, begin with a dot or hold / \\ :."
         )
     return name
+
+
+def free_path(out: Path, name: str, *, replace: bool) -> Path:
+    """Where a domain goes.
+
+    Raises:
+        RatpError: If something is there that must not be replaced.
+    """
+    path = out / f"{name}.zip"
+    if path.exists() and not replace:
+        raise RatpError(f"{path} exists already. Remove it first, or have it replaced with --replace.")
+    return path
 
 
 def write_domain(
@@ -153,24 +117,22 @@ def write_domain(
         raise RatpError(f"nothing to import for {name!r}: no image was found.")
     if expected is not None and len(pictures) != expected:
         raise RatpError(f"{name!r} should have {expected:,} images, found {len(pictures):,}: is part of it missing?")
-    path = out / f"{name}.zip"
-    if path.exists() and not replace:
-        raise RatpError(f"{path} exists already. Remove it first, or ask for it to be replaced.")
+    path = free_path(out, name, replace=replace)
     width = max(5, len(str(len(pictures) - 1)))
-    members = sorted((f"{name}/{label}/{k:0{width}d}.png", k) for k, label in enumerate(pictures.classes))
+    members = sorted((f"{name}/{label}/{k:0{width}d}", k) for k, label in enumerate(pictures.classes))
     written: Counter[str] = Counter()
     bad = list(pictures.unreadable)
     with _written_beside(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.comment = json.dumps(dict(provenance), sort_keys=True).encode() if provenance else b""
         for done, (member, k) in enumerate(members, start=1):
             try:
-                picture = pictures.png(k)
+                picture = pictures.read(k)
             except BadImage as problem:
                 bad.append(str(problem))
             else:
                 written[pictures.classes[k]] += 1
                 if on_bad_image == "skip" or not bad:
-                    archive.writestr(_member(member), picture)
+                    archive.writestr(_member(member + picture.ending), picture.data)
             if progress:
                 progress(done, len(members))
         _check_readable(name, bad, written, on_bad_image)
@@ -223,14 +185,41 @@ def _written_beside(path: Path) -> Iterator[Any]:
 
 
 def provenance(path: Path) -> dict[str, Any] | None:
-    """What the comment of a domain's zip says of its making.
+    """What the comment of a domain's zip says of its making. Nothing else of the file is read.
 
     Returns:
         For a rebuilt set ``{"rebuilt": True, "recipe": …, "seed": …, …}``; None for any other file.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            said = json.loads(archive.comment)
-    except (OSError, ValueError, RecursionError, zipfile.BadZipFile):
+        said = json.loads(_comment(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) and "rebuilt" in said else None
+
+
+def _comment(path: Path) -> bytes:
+    """The comment of a zip, which ends the file; empty if it has none or is no zip."""
+    with path.open("rb") as file:
+        file.seek(-min(_LONGEST_END, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        end = file.read()
+    start = end.rfind(_END)
+    while start >= 0:
+        comment = end[start + _END_BYTES :]
+        if end[start + _END_BYTES - 2 : start + _END_BYTES] == len(comment).to_bytes(2, "little"):
+            return comment
+        start = end.rfind(_END, 0, start)
+    return b""
+
+
+def origin(path: Path) -> str | None:
+    """In a few words, what a domain is if it is not the published data.
+
+    Returns:
+        E.g. ``"rebuilt: mnist_m 1, seed 3"``; None for folders and zips that do not say that they were made.
+    """
+    made = provenance(path)
+    if made is None:
+        return None
+    recipe, seed = made.get("recipe"), made.get("seed")
+    known = isinstance(recipe, str) and recipe.isprintable() and len(recipe) <= _LONGEST_RECIPE
+    return f"rebuilt: {recipe}, seed {seed}" if known and isinstance(seed, int) else "rebuilt"

@@ -1,94 +1,52 @@
-"""Pictures into PNG: from arrays, and from files of any common image format."""
+"""Pictures as image files: arrays become PNG, files stay as they are."""
 
 from __future__ import annotations
 
 import io
-import warnings
-from typing import TYPE_CHECKING
+from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratp.data.decode import MAX_PIXELS
+from ratp.data.decode import decode_picture, image_kind
+from ratp.data.formats.pictures import ImageBytes
 from ratp.data.listing import BadImage
 
-if TYPE_CHECKING:
-    from PIL import Image
+_ENDINGS = {
+    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg"),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm"),
+}
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-_AS_THEY_ARE = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
-_TO_COLOUR = frozenset({"CMYK", "YCbCr", "LAB", "HSV", "RGBX"})
 
-
-def array_png(pixels: NDArray[np.uint8]) -> bytes:
+def array_png(pixels: NDArray[np.uint8]) -> ImageBytes:
     """The PNG of an array of shape (height, width), (height, width, 1) or (height, width, 3)."""
     from PIL import Image
 
-    return _png(Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels))
+    file = io.BytesIO()
+    image = Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+    image.save(file, "PNG", compress_level=3)  # half the time of the default, the same size
+    return ImageBytes(file.getvalue(), ".png")
 
 
-def file_png(data: bytes, origin: str) -> bytes:
-    """The PNG of an image file: the same pixels, turned upright if the camera noted how, nothing else kept.
+def whole_file(data: bytes, origin: str) -> ImageBytes:
+    """An image file as it is, once it has been seen to decode.
 
     Args:
         data: Content of the file.
-        origin: What to call it in a message.
+        origin: Its name, also for a message. Its ending is kept if it fits the content.
 
     Raises:
         BadImage: If it is empty, damaged, too large or no image.
     """
-    return _png(_upright(decoded(data, origin), origin))
-
-
-def decoded(data: bytes, origin: str) -> Image.Image:
-    """The image in an image file, in memory.
-
-    Raises:
-        BadImage: If it is empty, damaged, too large or no image.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    if not data:
-        raise BadImage(f"{origin}: the file is empty")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            if image.width * image.height > MAX_PIXELS:
-                raise BadImage(
-                    f"{origin}: {image.width}×{image.height} pixels are more than the {MAX_PIXELS:,} allowed"
-                )
-            image.load()
-    except BadImage:
-        raise
-    except UnidentifiedImageError as error:
-        raise BadImage(f"{origin}: it is no image in a known format ({_beginning(data)})") from error
-    except Exception as error:  # damaged files make decoders raise whatever they happen to stumble over
-        raise BadImage(f"{origin}: it is damaged ({error or type(error).__name__})") from error
-    return image
-
-
-def _beginning(data: bytes) -> str:
-    return f"{len(data):,} bytes beginning with {data[:12]!r}"
-
-
-def _upright(image: Image.Image, origin: str) -> Image.Image:
-    from PIL import ImageOps
-
-    try:
-        image = ImageOps.exif_transpose(image)
-    except Exception as error:  # the note on orientation is as untrusted as the rest
-        raise BadImage(f"{origin}: its EXIF data are damaged ({error})") from error
-    if image.mode in _TO_COLOUR:
-        return image.convert("RGB")
-    if image.mode not in _AS_THEY_ARE:
-        raise BadImage(f"{origin}: pixels of kind {image.mode!r} cannot be kept without loss")
-    return image
-
-
-def _png(image: Image.Image) -> bytes:
-    transparency = image.info.get("transparency")
-    image.info = {} if transparency is None else {"transparency": transparency}
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=3)  # half the time of the default, the same size
-    return file.getvalue()
+        decode_picture(data, None)
+        endings = _ENDINGS[image_kind(data)]
+    except BadImage as problem:
+        raise BadImage(f"{origin}: {problem}") from problem
+    ending = PurePath(origin).suffix.lower()
+    return ImageBytes(data, ending if ending in endings else endings[0])

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 from ratp.data.archive import list_archive
 from ratp.data.folder import list_folder
-from ratp.data.formats.canonical import Pictures
-from ratp.data.formats.encoding import file_png
+from ratp.data.formats.encoding import whole_file
+from ratp.data.formats.pictures import ImageBytes, Pictures
 from ratp.data.listing import BadImage, Listing, is_image_name
 from ratp.errors import RatpError, unknown
 
@@ -46,14 +46,14 @@ class Place:
         """Some of its images, with their classes, sorted by class and name."""
         ordered = sorted(labelled)
         unreadable = tuple(f"{self.root / name}: {reason}" for name, reason in self.listing.unreadable)
-        return Pictures([label for label, _ in ordered], lambda k: self._png(ordered[k][1]), notes, unreadable)
+        return Pictures([label for label, _ in ordered], lambda k: self._read(ordered[k][1]), notes, unreadable)
 
-    def _png(self, path: PurePosixPath) -> bytes:
+    def _read(self, path: PurePosixPath) -> ImageBytes:
         try:
             data = self.listing.read(str(path))
         except BadImage as problem:
             raise BadImage(f"{self.root / path}: {problem}") from problem
-        return file_png(data, str(self.root / path))
+        return whole_file(data, str(self.root / path))
 
 
 def by_folder(name: str, place: Place) -> Pictures:
@@ -70,7 +70,7 @@ def by_folder(name: str, place: Place) -> Pictures:
         RatpError: If no classes are found, or more than one domain and none of that name.
     """
     inside = [path for path in place.files if len(path.parts) >= 2]
-    named = [path for path in inside if len(_steps(path)) >= 3 and _same(_steps(path)[-3], name)]
+    named = [path for path in inside if len(_steps(path)) >= 3 and plain(_steps(path)[-3]) == plain(name)]
     at_root = [path for path in inside if len(_steps(path)) == 2]
     chosen = named or at_root or _only_domain(name, place, inside)
     total = len(place.files) + len(place.listing.ignored)
@@ -84,11 +84,14 @@ def _steps(path: PurePosixPath) -> tuple[str, ...]:
     return (*(part for part in path.parts[:-2] if part.lower() not in _PARTS), *path.parts[-2:])
 
 
-def _same(folder: str, name: str) -> bool:
-    def plain(text: str) -> str:
-        return text.lower().replace("-", "_").replace(" ", "_")
+def plain(name: str) -> str:
+    """A name such that spellings of the same one agree: ``Art Painting`` is ``art_painting``."""
+    return name.lower().replace("-", "_").replace(" ", "_")
 
-    return plain(folder) == plain(name)
+
+def domain_folders(place: Place) -> frozenset[str]:
+    """The plain names of the folders that hold class folders; empty if the classes lie at the root."""
+    return frozenset(plain(steps[-3]) for steps in map(_steps, place.files) if len(steps) >= 3)
 
 
 def _only_domain(name: str, place: Place, inside: Sequence[PurePosixPath]) -> Sequence[PurePosixPath]:

@@ -1,0 +1,199 @@
+"""Domains of the published data sets on their way into the data folder: from the web, or from files of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ratp.data.download import PATIENCE, Opener, Patience, download, open_web
+from ratp.data.formats.canonical import ImportReport, OnBadImage, free_path
+from ratp.data.formats.layouts import Place, domain_folders, plain
+from ratp.data.formats.recognition import read_list, recognised
+from ratp.data.importers import import_domain
+from ratp.data.place import DOWNLOADS, domain_file
+from ratp.data.sources import DataSet, DomainSource, data_set
+from ratp.errors import RatpError
+
+
+class Step(NamedTuple):
+    """What is being done.
+
+    Attributes:
+        what: The name of the file that is downloaded, or of the domain that is imported.
+        unit: What is counted.
+    """
+
+    what: str
+    unit: Literal["bytes", "images"]
+
+
+StepProgress = Callable[[Step, int, int | None], None]
+
+
+def fetch_domain(
+    data: str,
+    domain: str,
+    folder: Path,
+    progress: StepProgress | None = None,
+    *,
+    opener: Opener = open_web,
+    patience: Patience = PATIENCE,
+    on_bad_image: OnBadImage = "stop",
+    replace: bool = False,
+) -> ImportReport:
+    """Downloads a domain of the catalogue and imports it to ``folder/DATA/DOMAIN.zip``.
+
+    Downloads are kept in ``folder/downloads/DATA``; they may be removed afterwards.
+
+    Args:
+        data: Name of the data set.
+        domain: Name of the domain.
+        folder: The data folder.
+        progress: Called with the step, and how much of it is done, of how much.
+        opener: Sends a request with a timeout.
+        patience: How long to try an address.
+        on_bad_image: As for :func:`~ratp.data.importers.import_domain`.
+        replace: As for :func:`~ratp.data.importers.import_domain`.
+
+    Raises:
+        RatpError: If it cannot be downloaded or imported; for a domain without a reliable address, how to get it.
+    """
+    chosen = data_set(data)
+    source = chosen.domain(domain)
+    if not source.files:
+        raise RatpError(f"{domain} of {data} has no address it can be downloaded from.\n{source.manual}")
+    free_path(folder / data, domain, replace=replace)
+    files = [
+        download(
+            file.urls,
+            folder / DOWNLOADS / data / file.name,
+            file.sha256,
+            _of_step(progress, Step(file.name, "bytes")),
+            opener,
+            size=file.size,
+            manual=source.manual,
+            patience=patience,
+        )
+        for file in source.chosen()
+    ]
+    report = _imported(chosen, source, files, folder, progress, on_bad_image, replace=replace, expected=source.images())
+    notes = [f"{domain}: {source.terms}."] if source.terms else []
+    return changed(report, notes=(*report.notes, *notes))
+
+
+def import_published(
+    data: str,
+    domain: str,
+    inputs: Sequence[Path],
+    folder: Path,
+    progress: StepProgress | None = None,
+    *,
+    on_bad_image: OnBadImage = "stop",
+    replace: bool = False,
+) -> ImportReport:
+    """Imports a domain of the catalogue to ``folder/DATA/DOMAIN.zip`` from files that the user has.
+
+    Args:
+        data: Name of the data set.
+        domain: Name of the domain.
+        inputs: Files and folders.
+        folder: The data folder.
+        progress: Called with the step, and how much of it is done, of how much.
+        on_bad_image: As for :func:`~ratp.data.importers.import_domain`.
+        replace: As for :func:`~ratp.data.importers.import_domain`.
+
+    Raises:
+        RatpError: If the inputs are not what they should be. Nothing is written then.
+    """
+    chosen = data_set(data)
+    return _imported(chosen, chosen.domain(domain), inputs, folder, progress, on_bad_image, replace=replace)
+
+
+def _imported(
+    chosen: DataSet,
+    source: DomainSource,
+    inputs: Sequence[Path],
+    folder: Path,
+    progress: StepProgress | None,
+    on_bad_image: OnBadImage,
+    *,
+    replace: bool,
+    expected: int | None = None,
+) -> ImportReport:
+    report = import_domain(
+        source.name,
+        inputs,
+        domain_file(folder, chosen.name, source.name).parent,
+        _of_step(progress, Step(source.name, "images")),
+        classes=chosen.classes if chosen.is_selection else None,
+        on_bad_image=on_bad_image,
+        replace=replace,
+        expected=expected,
+    )
+    published = source.published or source.images()
+    if published in (None, report.total):
+        return report
+    note = f"{source.name} has {report.total:,} images; it was published with {published:,}."
+    return changed(report, notes=(*report.notes, note))
+
+
+def _of_step(progress: StepProgress | None, step: Step) -> Callable[[int, int | None], None] | None:
+    return None if progress is None else lambda done, total: progress(step, done, total)
+
+
+def domains_in(data: str, inputs: Sequence[Path]) -> Mapping[str, Sequence[Path]]:
+    """Which inputs make up each domain of a data set, for those domains that are there.
+
+    A domain is a folder of class folders that is called like it, anywhere in a folder or zip, or a zip that is
+    called like it. Lists of labels belong to the domain whose folder their names begin with.
+
+    Raises:
+        RatpError: If nothing of the data set is there, or an input does not say which domain it is.
+    """
+    chosen = data_set(data)
+    found: dict[str, list[Path]] = {name: [] for name in chosen.domains}
+    others: set[str] = set()
+    for path in (part for given in inputs for part in _unfolded(chosen, given)):
+        names = _names(chosen, path)
+        others |= names - found.keys()
+        for name in names & found.keys():
+            found[name].append(path)
+    known = {name: paths for name, paths in found.items() if _has_images(paths)}
+    if not known:
+        seen = f"; found {', '.join(sorted(others)[:10])}" if others else ""
+        raise RatpError(
+            f"{', '.join(map(str, inputs))}: nothing of {data} is there. Expected folders or zips called "
+            f"{', '.join(chosen.domains)}, with a folder a class in them{seen}."
+        )
+    return known
+
+
+def _unfolded(chosen: DataSet, path: Path) -> list[Path]:
+    """The path itself or, for a folder with zips called like domains, those and the lists beside them."""
+    if not path.is_dir():
+        return [path]
+    parts = [part for name in chosen.domains for part in (path / f"{name}.zip", *sorted(path.glob(f"{name}_*.txt")))]
+    zips = [part for part in parts if part.is_file()]
+    return [*zips, path] if not zips or any(entry.is_dir() for entry in path.iterdir()) else zips
+
+
+def _names(chosen: DataSet, path: Path) -> set[str]:
+    kind, _ = recognised(path)[0]
+    if kind == "list":
+        first, _ = read_list(path).entries[0]
+        return {plain(first.parts[-3])} if len(first.parts) > 2 else set()
+    if kind not in ("folder", "zip"):
+        example = next(iter(chosen.domains))
+        raise RatpError(
+            f"{path} does not say which domain of {chosen.name} it is. Import one domain at a time, e.g. "
+            f"ratp data import {chosen.name}/{example} {path.name}"
+        )
+    place = Place.at(path)
+    at_root = {plain(path.stem if kind == "zip" else path.resolve().name)} if place.files else set()
+    return set(domain_folders(place)) or at_root
+
+
+def _has_images(paths: Sequence[Path]) -> bool:
+    return any(path.suffix != ".txt" for path in paths)

@@ -1,0 +1,203 @@
+"""``ratp data check``: everything there is and everything wrong with it, in one reading and at any width."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from data.made_images import encoded, picture, png, put, real_data, small_domain, zipped
+from helpers import files_of, ratp
+from ratp.data.manifest_file import manifest_from_json
+
+TWIN = png(seed=7)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """In an empty folder, without a terminal or a data folder, at 80 columns."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "RATP_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def data():
+    """A domain, and a set with a twin within a domain and one between domains."""
+    os.makedirs("data/pets")
+    zipped(Path("data/pets/photo.zip"), {**small_domain(), "cat/twin.png": TWIN, "dog/twin.png": TWIN})
+    put(Path("data/pets/sketch"), {"cat/1.jpg": encoded(picture(seed=3), "JPEG"), "dog/also.png": TWIN})
+    put(Path("data/new"), {"1.png": png(1), "2.png": png(2), "notes.txt": b"hello"})
+    put(Path("data/downloads/pets"), {"raw.zip": b"half of it"})
+    return Path("data")
+
+
+class TestReport:
+    def test_a_data_folder(self, data):
+        before = files_of(data)
+        result = ratp("data", "check")
+        assert result.code == 0
+        lines = result.out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert not [line for line in lines if line != line.rstrip()]
+        assert lines[:3] == ["data", "  new: 2 images, no classes", "    all of height 12 and width 20"]
+        assert "  photo: 8 images, 2 classes" in lines
+        assert "    images a class: cat 4, dog 4" in lines
+        assert "    height 8 to 12, median 9, width 10 to 20, median 10" in lines
+        assert "    exact duplicates: 1, e.g. 'cat/twin.png', 'dog/twin.png'" in lines
+        assert "    of those in two classes at once: 1, e.g. 'cat/twin.png', 'dog/twin.png'" in lines
+        assert "  sketch: 2 images, 2 classes" in lines
+        assert any(line.startswith("  images in several domains: 1, e.g. 'photo/cat/twin.png'") for line in lines)
+        assert lines[-1] == "3 domains, 12 images, none unusable"
+        assert "downloads" not in result.out
+        assert files_of(data) == before
+
+    def test_paths_of_all_kinds_each_once(self, data):
+        result = ratp("data", "check", "data/pets/photo.zip", "data/new", "data/pets", "data/pets/sketch")
+        assert result.code == 0
+        assert re.findall(r"^ *(\w+): \d+ images", result.out, re.MULTILINE) == ["photo", "new", "sketch"]
+
+    def test_domains_given_by_themselves_are_compared_wherever_they_lie(self, data):
+        put(Path("elsewhere"), {"cat/1.png": TWIN})
+        result = ratp("data", "check", "data/pets/photo.zip", "elsewhere")
+        assert "images in several domains: 1" in result.out
+
+    def test_domains_of_different_sets_are_not_compared(self, data):
+        put(Path("data/third/wild"), {"cat/1.png": TWIN})
+        assert "wild/cat/1.png" not in ratp("data", "check").out
+
+    def test_many_classes_are_broken_between_classes(self):
+        names = [f"class number {k}" for k in range(30)]
+        put(Path("many"), {f"{name}/1.png": png(k) for k, name in enumerate(names)})
+        lines = ratp("data", "check", "many").out.splitlines()
+        assert max(map(len, lines)) <= 80
+        listed = [line for line in lines if "class number" in line]
+        assert len(listed) > 1
+        assert all(line.rstrip(",").endswith(" 1") for line in listed)
+
+    @pytest.mark.parametrize("name", ["[red]x", "画像" * 20, "a b" * 40])
+    def test_names_are_printed_as_they_are(self, name):
+        put(Path("own"), {f"{name}/1.png": png()})
+        result = ratp("data", "check", "own")
+        assert result.code == 0
+        assert name.replace(" ", "") in re.sub(r"\s", "", result.out)
+
+    def test_a_built_set_says_so(self):
+        assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
+        result = ratp("data", "check")
+        assert "    rebuilt: syn 1, seed 3, not the published images" in result.out.splitlines()
+
+    def test_quiet_and_progress(self, data):
+        assert (ratp("data", "check", "-q").out, ratp("data", "check", "-q").err) == ("", "")
+        assert ratp("data", "check").err == "checking images: 12 images\n"
+
+
+class TestDamage:
+    @pytest.fixture
+    def damaged(self, data):
+        put(data, {"pets/sketch/cat/cut.png": png()[:-40], "pets/sketch/dog/empty.jpg": b""})
+        (data / "pets" / "broken.zip").write_bytes(b"PK no zip")
+        return data
+
+    def test_it_is_named_and_the_exit_code_tells(self, damaged):
+        result = ratp("data", "check")
+        assert result.code == 1
+        lines = result.out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert "    unusable: 2" in lines
+        assert "      cat/cut.png: truncated: the PNG data ends too early" in lines
+        assert "      dog/empty.jpg: empty (0 bytes)" in lines
+        assert "  broken.zip: cannot be read" in lines
+        assert lines[-1] == "3 domains, 12 images, 3 unusable"
+        assert "Traceback" not in result.err
+
+    def test_quiet_still_tells_by_its_exit_code(self, damaged):
+        result = ratp("data", "check", "--quiet")
+        assert (result.code, result.out, result.err) == (1, "", "")
+
+    def test_json(self, damaged):
+        result = ratp("data", "check", "--json")
+        assert (result.code, result.err) == (1, "")
+        found = json.loads(result.out)
+        assert found["ok"] is False
+        assert found["totals"] == {
+            "domains": 3,
+            "images": 12,
+            "unusable": 3,
+            "duplicates_within": 1,
+            "duplicates_between": 1,
+        }
+        data, pets = found["sets"]
+        assert (data["folder"], pets["folder"]) == ("data", "data/pets")
+        photo, sketch = pets["domains"]
+        assert photo["classes"] == {"cat": 4, "dog": 4}
+        assert photo["duplicates"] == [["cat/twin.png", "dog/twin.png"]]
+        assert [row["name"] for row in sketch["unusable"]] == ["cat/cut.png", "dog/empty.jpg"]
+        assert pets["duplicates"][0]["places"] == ["photo/cat/twin.png", "photo/dog/twin.png", "sketch/dog/also.png"]
+        assert pets["unreadable"][0]["path"] == "data/pets/broken.zip"
+        assert data["domains"][0]["classes"] is None
+
+
+def test_the_number_of_processes_changes_nothing(data):
+    results = [ratp("data", "check", "--json", "--workers", workers).out for workers in (1, 2)]
+    assert results[0] == results[1]
+
+
+def test_manifests_are_written(data):
+    result = ratp("data", "check", "--out", "found.json")
+    assert (result.code, result.err.splitlines()[-1]) == (0, "Manifests: found.json")
+    rows = json.loads(Path("found.json").read_text())["manifests"]
+    assert [row["path"] for row in rows] == ["data/new", "data/pets/photo.zip", "data/pets/sketch"]
+    assert manifest_from_json(rows[1]).counts == {"cat": 4, "dog": 4}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ["there is no data folder data", "--data FOLDER", "RATP_DATA", "ratp data get digits"]),
+        (["--data", "nowhere"], ["there is no data folder nowhere"]),
+        (["gone", "empty", "lost.zip"], ["gone does not exist", "empty holds no domains", "lost.zip does not exist"]),
+        (["pets", "--workers", "0"], ["at least one process"]),
+        (["pets", "--out", "no/such/file.json"], ["cannot write no/such/file.json"]),
+    ],
+)
+def test_what_makes_no_sense(words, told):
+    os.mkdir("empty")
+    put(Path("pets"), small_domain())
+    result = ratp("data", "check", *words)
+    assert (result.code, result.out) == (2, "")
+    assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
+    for text in told:
+        assert text in result.err
+
+
+def test_a_file_that_is_no_domain():
+    Path("notes.txt").write_text("hello")
+    result = ratp("data", "check", "notes.txt")
+    assert result.code == 1
+    assert "notes.txt is neither a folder nor a .zip" in " ".join(result.out.split())
+
+
+def test_ctrl_c(data, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ratp.cli.data_check.check_domain", interrupted)
+    result = ratp("data", "check")
+    assert (result.code, result.out) == (130, "")
+    assert result.err.strip() == "Interrupted. Nothing was written; start again to check all."
+
+
+def test_real_domains():
+    """The smallest of the real ones; their counts are known."""
+    folder = real_data()
+    result = ratp("data", "check", folder / "digits" / "usps.zip", folder / "pacs" / "photo.zip", "--json")
+    assert result.code == 0
+    usps, photo = json.loads(result.out)["sets"][0]["domains"]
+    assert (usps["images"], usps["classes"]["0"], usps["height"]["most"]) == (9298, 1553, 16)
+    assert (photo["images"], photo["classes"]["person"], photo["width"]["least"]) == (1670, 432, 227)

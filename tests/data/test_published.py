@@ -1,0 +1,74 @@
+"""Domains of published sets found in what a user has, and imported as the benchmark has them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from made_images import png, put, zipped
+
+from ratp.data.published import Step, domains_in, import_published
+from ratp.data.sources import DOMAINNET_10
+from ratp.errors import RatpError
+
+
+def pictures(*domains, around="", classes=("dog", "tree")):
+    return {
+        f"{around}{domain}/{label}/pic.png": png(seed=k)
+        for k, (domain, label) in enumerate((domain, label) for domain in domains for label in classes)
+    }
+
+
+def found(root, data, *inputs):
+    return {
+        name: [os.path.relpath(path, root) for path in paths]
+        for name, paths in domains_in(data, [root / given for given in inputs]).items()
+    }
+
+
+@pytest.mark.parametrize("around", ["", "pacs_data/", "PACS/kfold/"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_all_domains_of_one_folder_or_zip(tmp_path, around, packed):
+    files = pictures("photo", "Art Painting", "sketch", around=around)
+    given = zipped(tmp_path / "given.zip", files) if packed else put(tmp_path / "given", files)
+    assert found(tmp_path, "pacs", given.name) == {name: [given.name] for name in ("photo", "art_painting", "sketch")}
+
+
+def test_a_folder_of_zips_and_the_lists_beside_them(tmp_path):
+    """As a browser leaves them."""
+    files = {"clipart_train.txt": b"clipart/dog/pic.png 91\n", "clipart_test.txt": b"clipart/tree/pic.png 315\n"}
+    given = put(tmp_path / "given", {**files, "other.zip": b"", "readme.txt": b"hello"})
+    for domain in ("clipart", "real"):
+        zipped(given / f"{domain}.zip", pictures(domain))
+    assert found(tmp_path, "domainnet", "given") == {
+        "clipart": ["given/clipart.zip", "given/clipart_test.txt", "given/clipart_train.txt"],
+        "real": ["given/real.zip"],
+    }
+
+
+def test_zips_by_their_names_where_the_classes_lie_at_their_roots(tmp_path):
+    zipped(tmp_path / "photo.zip", {"dog/1.png": png()})
+    assert found(tmp_path, "pacs", "photo.zip") == {"photo": ["photo.zip"]}
+
+
+def test_nothing_of_the_set(tmp_path):
+    zipped(tmp_path / "given.zip", pictures("clipart", "quickdraw"))
+    with pytest.raises(RatpError, match=r"nothing of pacs is there.*photo, .*found clipart, quickdraw"):
+        domains_in("pacs", [tmp_path / "given.zip"])
+
+
+def test_files_that_do_not_say_what_they_are(tmp_path):
+    (tmp_path / "train_32x32.mat").write_bytes(b"MATLAB 5.0 MAT-file")
+    with pytest.raises(RatpError, match=r"one domain at a time, e\.g\. ratp data import digits/mnist train_32x32\.mat"):
+        domains_in("digits", [tmp_path / "train_32x32.mat"])
+
+
+def test_only_the_classes_of_the_benchmark(tmp_path):
+    given = put(tmp_path / "given", pictures("real", classes=(*DOMAINNET_10, "zebra")))
+    told = []
+    report = import_published("domainnet", "real", [given], tmp_path / "data", lambda *progress: told.append(progress))
+    assert report.path == tmp_path / "data" / "domainnet" / "real.zip"
+    assert set(report.images) == set(DOMAINNET_10)
+    assert "1 images of 1 other classes were left out." in report.notes
+    assert report.notes[-1] == "real has 10 images; it was published with 5,856."
+    assert told[-1] == (Step("real", "images"), 10, 10)
