@@ -17,16 +17,21 @@ does nothing on targets       no phase
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from functools import cached_property
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
+from ratp.capture import stepper
 from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.errors import RatpError
+from ratp.network import Network
 from ratp.randomness import Randomness
-from ratp.recipe import Recipe, Scaling
+from ratp.recipe import Recipe, Scaling, TrainingInputs
+from ratp.weights import Weights, load_backbone
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Setting:
         image_size: Height and width of the images.
         randomness: Source of all generators.
         device: Where to compute.
+        weights: What the feature extractor starts from; None: from random numbers.
     """
 
     recipe: Recipe
@@ -46,24 +52,56 @@ class Setting:
     image_size: tuple[int, int]
     randomness: Randomness
     device: torch.device
+    weights: Weights | None = None
 
     def scaling(self) -> Scaling:
         """From stored images to what the network sees."""
         return Scaling(self.recipe.mean, self.recipe.std, self.device)
 
+    def training_inputs(self, kind: Literal["source", "target"]) -> TrainingInputs:
+        """From stored images to what the network sees while it trains on the source, or on a target and memory."""
+        config = self.recipe.source_transform if kind == "source" else self.recipe.target_transform
+        return TrainingInputs(config, self.recipe.size, self.scaling())
+
+    def network(self) -> Network:
+        """The network before any training; the same one for every method with this seed."""
+        with self.randomness.scope("network"):
+            network = Network(self.recipe.network, len(self.classes), self.image_size)
+        if self.weights is not None:
+            load_backbone(network.backbone, self.weights)
+        return network.on(self.device)
+
+    def generator(self, *name: str | int) -> torch.Generator:
+        """A generator for the use called ``name``, on the device."""
+        return self.randomness.generator(*name, device=self.device)
+
 
 class Phase(ABC):
     """A stretch of training: ``epochs`` times ``steps`` updates of one kind.
+
+    On CUDA a step may be captured: recorded once and replayed from then on, without running its Python code. A
+    phase allows it by setting ``captures``, and its step then
+
+    * does the same work on the same tensors every time: shapes, branches and Python numbers never depend on data or
+      on the step's number, and nothing is read back (no ``item``, ``nonzero``, indexing by a mask);
+    * changes tensors in place only, those of the optimiser and the networks too, and keeps nothing else in Python:
+      what ``begin_epoch`` changes, it writes into tensors the step reads (``copy_``, ``fill_``);
+    * draws from ``generators`` alone;
+    * leaves the modules in the mode it would find them in after another step.
 
     Attributes:
         name: Short name for progress and journal.
         epochs: Number of epochs.
         steps: Updates an epoch.
+        captures: Whether the step may be captured.
+        generators: All generators the step draws from.
     """
 
     name: str
     epochs: int
     steps: int
+    captures: bool = False
+    generators: Sequence[torch.Generator] = ()
 
     @abstractmethod
     def begin_epoch(self, epoch: int) -> dict[str, float]:
@@ -71,7 +109,7 @@ class Phase(ABC):
 
     @abstractmethod
     def step(self) -> dict[str, Tensor]:
-        """One update. Returns scalars on the device, by name; reads none of them back."""
+        """One update. Returns scalars on the device, the same names every time; reads none of them back."""
 
     @abstractmethod
     def finish(self) -> dict[str, float]:
@@ -86,7 +124,7 @@ class Tick:
         phase: The phase under way.
         epoch: Its epoch, from 0.
         step: Steps done in this epoch.
-        means: Means over the epoch so far of what the steps returned, still on the device.
+        read_means: Gives ``means``, as long as no further step is made.
         statistics: What ``begin_epoch`` returned.
         epoch_done: Whether this was the last step of the epoch.
     """
@@ -94,23 +132,92 @@ class Tick:
     phase: Phase
     epoch: int
     step: int
-    means: Mapping[str, Tensor]
+    read_means: Callable[[], Mapping[str, Tensor]]
     statistics: Mapping[str, float]
     epoch_done: bool
 
+    @cached_property
+    def means(self) -> Mapping[str, Tensor]:
+        """Means over the epoch so far of what the steps returned, still on the device.
 
-def train(phases: Sequence[Phase]) -> Iterator[Tick | dict[str, float]]:
-    """The loop: drives phases to their end, yielding a tick a step and, last, each ``finish`` record."""
+        They are computed when first asked for, which has to be before the next step.
+        """
+        return self.read_means()
+
+
+class _Means:
+    """Means of a phase's scalars over an epoch, summed up where they are."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] | None = None
+        self._sums: Tensor | None = None
+        self.steps = 0
+
+    def clear(self) -> None:
+        """Begins an epoch. The sums stay where they are, for a captured step adds to them there."""
+        self.steps = 0
+        if self._sums is not None:
+            self._sums.zero_()
+
+    def add(self, scalars: Mapping[str, Tensor]) -> None:
+        """Takes the scalars of one step; this much is captured."""
+        names = tuple(scalars)
+        if self._names is None:
+            self._names = names
+        elif names != self._names:
+            raise RatpError(
+                f"steps of a phase must return the same names: {_listed(self._names)}, then {_listed(names)}."
+            )
+        if not names:
+            return
+        values = [value.detach().reshape(()) for value in scalars.values()]
+        if len({(value.device, value.dtype) for value in values}) > 1:
+            values = [value.to(values[0].device, torch.float64) for value in values]
+        if self._sums is None:
+            self._sums = torch.stack(values).to(torch.float64)
+        else:
+            self._sums.add_(torch.stack(values).to(self._sums.device))
+
+    def reader(self) -> Callable[[], Mapping[str, Tensor]]:
+        """Gives the means after the steps so far, until the next one."""
+        steps = self.steps
+
+        def read() -> Mapping[str, Tensor]:
+            if steps != self.steps:
+                raise RatpError("the means of a tick must be read before the next step is made.")
+            if self._names is None or self._sums is None:
+                return {}
+            return dict(zip(self._names, (self._sums / steps).float().unbind(), strict=True))
+
+        return read
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def train(phases: Sequence[Phase], *, capture: bool = False) -> Iterator[Tick | dict[str, float]]:
+    """The loop: drives phases to their end, yielding a tick a step and, last, each ``finish`` record.
+
+    Args:
+        phases: What to train.
+        capture: Whether to capture the steps of phases that allow it. It changes no result.
+    """
     for phase in phases:
+        yield from _train_phase(phase, capture)
+
+
+def _train_phase(phase: Phase, capture: bool) -> Iterator[Tick | dict[str, float]]:
+    means = _Means()
+    with stepper(lambda: means.add(phase.step()), phase.generators, capture=capture and phase.captures) as update:
         for epoch in range(phase.epochs):
             statistics = phase.begin_epoch(epoch)
-            means: dict[str, Tensor] = {}
+            means.clear()
             for step in range(1, phase.steps + 1):
-                for name, value in phase.step().items():
-                    value = value.detach().float()
-                    means[name] = means[name] + (value - means[name]) / step if name in means else value
-                yield Tick(phase, epoch, step, means, statistics, step == phase.steps)
-        yield phase.finish()
+                update()
+                means.steps = step
+                yield Tick(phase, epoch, step, means.reader(), statistics, step == phase.steps)
+    yield phase.finish()
 
 
 class Method(ABC):

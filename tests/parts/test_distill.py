@@ -72,3 +72,24 @@ def test_no_images_to_distil_on_is_no_loss():
     student = torch.zeros(0, 3, requires_grad=True)
     loss = distillation(student, torch.zeros(0, 3))
     assert loss.item() == 0
+
+
+class TestSomeRows:
+    VALID = torch.tensor([True, False, True, True, False])
+
+    def test_the_others_are_as_if_they_were_not_there(self):
+        student, teacher = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1))
+        masked, alone = student.clone().requires_grad_(), student[self.VALID].requires_grad_()
+        loss, expected = distillation(masked, teacher, self.VALID), distillation(alone, teacher[self.VALID])
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(masked.grad[self.VALID], alone.grad)
+        assert not masked.grad[~self.VALID].any()
+
+    def test_none_is_no_loss(self):
+        student = torch.randn(5, 3, requires_grad=True)
+        loss = distillation(student, torch.randn(5, 3), torch.zeros(5, dtype=torch.bool))
+        loss.backward()
+        assert loss.item() == 0
+        assert not student.grad.any()

@@ -240,3 +240,22 @@ class TestGradientFlow:
         loss(features, torch.tensor([0, 1, 0]), PROTOTYPES)[0].backward()
         moved = features.grad.abs().sum(dim=1) > 0
         assert moved.tolist() == [True, True, False]
+
+
+class TestSomeRows:
+    VALID = torch.tensor([True, False, True, True, False, True, True, False, True])
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(map(str, s.values())))
+    def test_the_others_have_no_loss_and_repel_none(self, form, switches):
+        features, labels, prototypes, old = (torch.as_tensor(a) for a in random_case(6))
+        config = PCAConfig(form=form, **switches)
+        masked, alone = features.clone().requires_grad_(), features[self.VALID].requires_grad_()
+        losses = prototype_contrastive(masked, labels, prototypes, old, config, self.VALID)
+        expected = prototype_contrastive(alone, labels[self.VALID], prototypes, old, config)
+        torch.testing.assert_close(losses[self.VALID], expected)
+        assert not losses[~self.VALID].any()
+        losses.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(masked.grad[self.VALID], alone.grad, rtol=1e-4, atol=1e-5)
+        assert not masked.grad[~self.VALID].any()

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratp.parts.randmix import RandMix, RandMixConfig
+from ratp.parts.randmix import Linear, RandMix, RandMixConfig, packed_convolution
 from reference import randmix as reference
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -291,3 +292,50 @@ class TestVanishingWeightSum:
         weights = torch.tensor([[0.5, -0.25, 0.125, total - 0.375]])
         safe, published = (self.output(weights, safe_division=safe) for safe in (True, False))
         torch.testing.assert_close(safe, published, rtol=0, atol=0)
+
+
+class TestSomeRows:
+    ROWS = torch.tensor([True, False, False, True, True])
+
+    @pytest.mark.parametrize(
+        "switches",
+        [{}, PAPER, {"noise_per": "batch"}, {"weights_per": "sample"}],
+        ids=["official", "paper", "one", "own"],
+    )
+    def test_they_come_out_as_with_the_whole_batch(self, switches):
+        randmix, images = make(**switches), batch(5)
+        some = randmix(images, generator(4), self.ROWS)
+        torch.testing.assert_close(some, randmix(images, generator(4))[self.ROWS])
+
+    @pytest.mark.parametrize("rows", [ROWS, torch.zeros(5, dtype=torch.bool)], ids=["some", "none"])
+    def test_the_generator_moves_as_for_the_whole_batch(self, rows):
+        some, all_rows = generator(4), generator(4)
+        assert len(make()(batch(5), some, rows)) == rows.sum()
+        make()(batch(5), all_rows)
+        assert torch.equal(some.get_state(), all_rows.get_state())
+
+    @pytest.mark.parametrize("row", [True, False])
+    def test_of_a_batch_of_one(self, row):
+        randmix, images = make(weights_per="sample"), batch(1)
+        out = randmix(images, generator(4), torch.tensor([row]))
+        assert out.shape == (int(row), 3, 20, 20)
+
+    def test_a_draw_is_cut_like_a_batch(self):
+        randmix, images = make(weights_per="sample"), batch(5)
+        draw = randmix.draw(images.shape, generator())
+        torch.testing.assert_close(randmix.apply(images[1:3], draw[1:3]), randmix.apply(images, draw)[1:3])
+
+
+class TestPackedConvolution:
+    """Pixels as channels: another way to the same numbers."""
+
+    @pytest.mark.parametrize("size", [1, 5, 9, 17])
+    @pytest.mark.parametrize(("height", "width"), [(20, 33), (17, 24), (40, 17)])
+    @pytest.mark.parametrize("block", [1, 4, 8])
+    def test_it_is_the_convolution(self, size, height, width, block):
+        source = torch.Generator().manual_seed(size)
+        inputs = torch.randn(2, 3, height, width, generator=source, dtype=torch.float64)
+        layer = Linear(torch.randn(3, 3, size, size, generator=source).double(), torch.randn(3).double())
+        for padding in (0, size - 1):
+            expected = F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
+            torch.testing.assert_close(packed_convolution(inputs, layer, padding, block), expected)

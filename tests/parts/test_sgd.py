@@ -72,3 +72,21 @@ def test_gradients_of_one_step_do_not_reach_the_next():
     optimiser.minimise(1.0 * second)
     assert first.item() == pytest.approx(0.9)
     assert second.item() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_rate_on_the_device_gives_the_same_numbers(momentum):
+    """As on CUDA, where a captured update reads it."""
+    ends = []
+    for on_device in (False, True):
+        weights = [nn.Parameter(torch.linspace(-1, 2, 7, dtype=torch.float64)) for _ in range(2)]
+        optimiser = StageSGD(weights, 0.1, 4, SGDConfig(momentum=momentum))
+        assert optimiser._rate is None
+        if on_device:
+            optimiser._rate = place = torch.zeros((), dtype=torch.float64)
+        for epoch in range(4):
+            rate = optimiser.begin_epoch(epoch)
+            assert not on_device or (optimiser._rate is place and place.item() == rate)
+            optimiser.minimise((weights[0] ** 3 + weights[1] ** 2).sum())
+        ends.append([weight.detach() for weight in weights])
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)

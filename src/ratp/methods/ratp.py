@@ -31,8 +31,10 @@ from ratp.inference import classify, run_in_chunks
 from ratp.memory import Memory
 from ratp.method import Method, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
+from ratp.parts.batch_norm import only_rows, supports_row_masks
 from ratp.parts.distill import distillation
 from ratp.parts.herding import Selection
+from ratp.parts.losses import cross_entropy, mean_over
 from ratp.parts.pca import PCAConfig, prototype_contrastive
 from ratp.parts.randmix import RandMix, RandMixConfig
 from ratp.parts.sgd import SGDConfig, StageSGD
@@ -112,7 +114,15 @@ class RaTP(Method):
     config_type = RaTPConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": PAPER}
     # The demo's rate is for SGD without momentum; momentum 0.9 makes a step ten times as long.
-    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {("demo", "paper"): {"lr": 0.005}}
+    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
+        ("demo", "paper"): {"lr": 0.005},
+        ("pacs", "official"): {"r_con": 0.5, "refresh": 1, "pca.old_weight": 0.5},
+        ("pacs", "paper"): {"r_con": 0.5, "refresh": 1},
+        ("domainnet10", "official"): {"refresh": 1, "t2pl.r_top": 1, "t2pl.r_knn": 10},
+        ("domainnet10", "paper"): {"refresh": 1, "t2pl.r_top": 1, "t2pl.r_knn": 10},
+        ("folders", "official"): {"r_con": 0.5, "refresh": 1, "pca.old_weight": 0.5},
+        ("folders", "paper"): {"r_con": 0.5, "refresh": 1},
+    }
 
     def __init__(self, setting: Setting, config: RaTPConfig) -> None:
         largest = max(config.randmix.kernel_sizes)
@@ -124,15 +134,10 @@ class RaTP(Method):
         self.setting = setting
         self.config = config
         self.scaling = setting.scaling()
-        with setting.randomness.scope("network"):
-            self.network = Network(setting.recipe.network, len(setting.classes)).to(setting.device)
+        self.network = setting.network()
         self.old: Network | None = None
         self.memory = Memory(setting.recipe.memory, len(setting.classes), setting.device)
-        self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, self.generator("randmix layers"))
-
-    def generator(self, *name: str | int) -> torch.Generator:
-        """A generator on the method's device."""
-        return self.setting.randomness.generator(*name, device=self.setting.device)
+        self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """One phase with true labels and RandMix copies of all images."""
@@ -168,7 +173,12 @@ class RaTP(Method):
 
 
 class RaTPPhase(Phase):
-    """The training of RaTP on one domain."""
+    """The training of RaTP on one domain.
+
+    How many images of a batch get a copy depends on the data. A step can take it in two ways, with the same result:
+    *compact*, where only these are copied; *static*, where all are, and the copies nobody asked for are left out of
+    BatchNorm and losses. The second costs more work, has the same shapes every time and can be captured.
+    """
 
     def __init__(self, method: RaTP, images: Tensor, labels: Tensor | None) -> None:
         """Prepares a stage.
@@ -179,7 +189,7 @@ class RaTPPhase(Phase):
             labels: True labels on the source; None on a target, where T2PL gives them.
         """
         recipe, config = method.setting.recipe, method.config
-        self.name = "target" if labels is None else "source"
+        self.name: Literal["source", "target"] = "target" if labels is None else "source"
         self.epochs, self.steps = recipe.epochs, recipe.steps
         self._method, self._config, self._recipe = method, config, recipe
         self._network, self._old, self._memory = method.network, method.old, method.memory
@@ -188,9 +198,15 @@ class RaTPPhase(Phase):
         self._labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         self._labels = self._labels.to(method.setting.device)
         stage = self._memory.seen
-        self._batches = method.generator("batches", stage)
-        self._augmentation = method.generator("randmix", stage)
-        self._network.use_generator(method.generator("dropout", stage))
+        setting = method.setting
+        self._batches = setting.generator("batches", stage)
+        self._augmentation = setting.generator("randmix", stage)
+        dropout = setting.generator("dropout", stage)
+        self._network.use_generator(dropout)
+        self._inputs, self._changes = setting.training_inputs(self.name), setting.generator("transforms", stage)
+        self.generators = self._batches, self._augmentation, dropout, self._changes
+        can_leave_out = not self._is_target or supports_row_masks(self._network)
+        self._static = self.captures = setting.device.type == "cuda" and can_leave_out
         self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd)
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
@@ -206,7 +222,7 @@ class RaTPPhase(Phase):
         )
         labels = t2pl(embedding, probabilities, self._config.t2pl).labels
         changed = (labels != self._labels).float().mean().item()
-        self._labels = labels
+        self._labels.copy_(labels)
         shares = labels.bincount(minlength=probabilities.shape[1]) / len(labels)
         return {
             "labels_changed": 1.0 if first else changed,
@@ -224,26 +240,23 @@ class RaTPPhase(Phase):
         config = self._config
         clean, labels, replayed = self._batch()
         selected = self._select(clean, replayed)
-        copies = self._method.randmix(clean[selected], self._augmentation)
-        images = torch.cat([clean, copies])
-        labels = torch.cat([labels, labels[selected]])
-        output = self._forward(clean, copies, images)
+        images, labels, valid = self._augment(clean, labels, selected)
+        output = self._forward(images, valid)
 
-        terms = {"ce": F.cross_entropy(output.logits, labels)}
+        terms = {"ce": cross_entropy(output.logits, labels, valid)}
         if config.pca.weight:
             old_prototypes = None if self._old is None else self._old.prototypes
             alignment = prototype_contrastive(
-                output.embedding, labels, self._network.prototypes, old_prototypes, config.pca
+                output.embedding, labels, self._network.prototypes, old_prototypes, config.pca, valid
             )
-            terms["pca"] = config.pca.weight * alignment.mean()
+            terms["pca"] = config.pca.weight * mean_over(alignment, valid)
         if self._old is not None and config.distill.weight:
-            terms["distill"] = config.distill.weight * self._distil(images, output, replayed)
+            terms["distill"] = config.distill.weight * self._distil(images, output, replayed, valid)
         if self._is_target and config.memory.replay == "separate" and len(self._memory):
             terms["replay"] = self._replay()
         total = torch.stack(list(terms.values())).sum()
         self._optimiser.minimise(total)
-        augmented = selected.float().mean()
-        return {"total": total, **terms} | ({"confident": augmented} if self._is_target else {})
+        return {"total": total, **terms} | ({} if selected is None else {"confident": selected.float().mean()})
 
     def _batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised images, labels, and which of them come from the memory."""
@@ -256,54 +269,71 @@ class RaTPPhase(Phase):
             stored = (index - own).clamp(min=0)
             images = torch.where(replayed[:, None, None, None], self._memory.images[stored], images)
             labels = torch.where(replayed, self._memory.labels[stored], labels)
-        return self._method.scaling(images), labels, replayed
+        return self._inputs(images, self._changes), labels, replayed
 
     def _draw(self, population: int, count: int) -> Tensor:
         return torch.randint(population, (count,), generator=self._batches, device=self._images.device)
 
-    def _select(self, images: Tensor, replayed: Tensor) -> Tensor:
-        """Which images get a RandMix copy: all on the source, the confident ones on a target."""
+    def _select(self, images: Tensor, replayed: Tensor) -> Tensor | None:
+        """Which images get a RandMix copy: all on the source (None), the confident ones on a target."""
         if not self._is_target:
-            return torch.ones_like(replayed)
+            return None
         self._network.eval()
         with torch.no_grad():
             confidence = self._network(images).logits.softmax(dim=1).amax(dim=1)
         selected = confidence > self._config.r_con if self._config.strict else confidence >= self._config.r_con
         if not self._config.augment_replay:
             selected = selected & ~replayed
-        if not self._config.joint_batch and int(selected.sum()) < 2:  # BatchNorm needs two images
-            selected = torch.zeros_like(selected)
+        if not self._config.joint_batch:
+            selected = selected & (selected.sum() >= 2)  # BatchNorm needs two images
         return selected
 
-    def _forward(self, clean: Tensor, copies: Tensor, images: Tensor) -> Output:
-        self._network.train()
-        if self._config.joint_batch or not len(copies):
-            return self._network(images)
-        first, second = self._network(clean), self._network(copies)
-        return Output(*(torch.cat(pair) for pair in zip(first, second, strict=True)))
+    def _augment(self, clean: Tensor, labels: Tensor, selected: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Images and their copies, the labels of all, and which of them count; None: all of them."""
+        randmix, valid = self._method.randmix, None
+        if selected is None or self._static:
+            copies, more_labels = randmix(clean, self._augmentation), labels
+            if selected is not None:
+                # What does not count is at least an image: no number of it can spoil the others.
+                copies = torch.where(selected[:, None, None, None], copies, clean)
+                valid = torch.cat([torch.ones_like(selected), selected])
+        else:
+            copies, more_labels = randmix(clean, self._augmentation, selected), labels[selected]
+        return torch.cat([clean, copies]), torch.cat([labels, more_labels]), valid
 
-    def _distil(self, images: Tensor, output: Output, replayed: Tensor) -> Tensor:
+    def _forward(self, images: Tensor, valid: Tensor | None) -> Output:
+        self._network.train()
+        count = self._recipe.batch
+        if self._config.joint_batch or len(images) == count:
+            return self._pass(images, valid)
+        parts = self._network(images[:count]), self._pass(images[count:], None if valid is None else valid[count:])
+        return Output(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
+
+    def _pass(self, images: Tensor, valid: Tensor | None) -> Output:
+        with only_rows(self._network, valid):
+            return self._network(images)
+
+    def _distil(self, images: Tensor, output: Output, replayed: Tensor, valid: Tensor | None) -> Tensor:
         assert self._old is not None
-        config = self._config.distill
-        rows = torch.ones(len(images), dtype=torch.bool, device=images.device)
+        config, rows = self._config.distill, valid
         if config.data == "target":
-            rows[: len(replayed)] = ~replayed
-            rows[len(replayed) :] = False
+            images, output, rows = images[: len(replayed)], Output(*(t[: len(replayed)] for t in output)), ~replayed
+        if rows is not None and not self._static:
+            images, output, rows = images[rows], Output(*(tensor[rows] for tensor in output)), None
         with torch.no_grad():
-            teacher = self._old(images[rows])
+            teacher = self._old(images)
+        student = output
         if config.student == "eval":
             self._network.eval()
-            student = self._network(images[rows])
+            student = self._network(images)
             self._network.train()
-        else:
-            student = Output(*(tensor[rows] for tensor in output))
         if config.on == "embedding":
-            return distillation(student.embedding, teacher.embedding)
-        return distillation(student.logits, teacher.logits)
+            return distillation(student.embedding, teacher.embedding, rows)
+        return distillation(student.logits, teacher.logits, rows)
 
     def _replay(self) -> Tensor:
         index = self._draw(len(self._memory), min(self._recipe.batch, len(self._memory)))
-        images = self._method.scaling(self._memory.images[index])
+        images = self._inputs(self._memory.images[index], self._changes)
         output = self._network(images)
         return F.cross_entropy(output.logits, self._memory.labels[index])
 

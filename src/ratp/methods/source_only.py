@@ -16,7 +16,6 @@ from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import classify
 from ratp.method import Method, Phase, Setting, pack, unpack
-from ratp.network import Network
 from ratp.parts.sgd import SGDConfig, StageSGD
 
 
@@ -40,8 +39,7 @@ class SourceOnly(Method):
         self.setting = setting
         self.config = config
         self.scaling = setting.scaling()
-        with setting.randomness.scope("network"):
-            self.network = Network(setting.recipe.network, len(setting.classes)).to(setting.device)
+        self.network = setting.network()
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """One phase of cross-entropy."""
@@ -69,14 +67,18 @@ class SourcePhase(Phase):
     """Cross-entropy with SGD."""
 
     name = "source"
+    captures = True
 
     def __init__(self, method: SourceOnly, domain: LabelledDomain) -> None:
         setting = method.setting
         self.epochs, self.steps = setting.recipe.epochs, setting.recipe.steps
         self._method = method
         self._domain = domain.to(setting.device)
-        self._batches = setting.randomness.generator("batches", 0, device=setting.device)
-        method.network.use_generator(setting.randomness.generator("dropout", 0, device=setting.device))
+        self._batches = setting.generator("batches", 0)
+        dropout = setting.generator("dropout", 0)
+        method.network.use_generator(dropout)
+        self._inputs, self._changes = setting.training_inputs("source"), setting.generator("transforms", 0)
+        self.generators = self._batches, dropout, self._changes
         self._optimiser = StageSGD(method.network.parameters(), setting.recipe.lr, self.epochs, method.config.sgd)
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
@@ -88,7 +90,7 @@ class SourcePhase(Phase):
         count, device = len(self._domain), self._domain.images.device
         index = torch.randint(count, (self._method.setting.recipe.batch,), generator=self._batches, device=device)
         network = self._method.network.train()
-        logits = network(self._method.scaling(self._domain.images[index])).logits
+        logits = network(self._inputs(self._domain.images[index], self._changes)).logits
         loss = F.cross_entropy(logits, self._domain.labels[index])
         self._optimiser.minimise(loss)
         return {"total": loss}

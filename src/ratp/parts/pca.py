@@ -45,7 +45,12 @@ class PCAConfig:
 
 
 def prototype_contrastive(
-    features: Tensor, labels: Tensor, prototypes: Tensor, old_prototypes: Tensor | None, config: PCAConfig
+    features: Tensor,
+    labels: Tensor,
+    prototypes: Tensor,
+    old_prototypes: Tensor | None,
+    config: PCAConfig,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """The loss of every sample, shape (n,).
 
@@ -55,6 +60,7 @@ def prototype_contrastive(
         prototypes: p, the classifier's rows, shape (k, d).
         old_prototypes: q, constants, or None on the source domain.
         config: Switches.
+        valid: Which samples count, bool of shape (n,); None: all. The others repel none and have no loss.
     """
     if config.form == "stable":  # exponentials and their sums stay in single precision
         features, prototypes = features.float(), prototypes.float()
@@ -69,6 +75,8 @@ def prototype_contrastive(
     repels = labels[:, None] != labels[None, :]
     if config.negatives == "positive":
         repels = repels & (to_samples >= NEGATIVE_THRESHOLD)
+    if valid is not None:
+        repels = repels & valid[None, :]
     to_samples = (scale * to_samples).masked_fill(~repels, -math.inf)
 
     near = [to_prototypes.gather(1, labels[:, None])]
@@ -80,5 +88,7 @@ def prototype_contrastive(
         everything.append(to_old)
     numerator, denominator = torch.cat(near, dim=1), torch.cat(everything, dim=1)
     if config.form == "published":
-        return -(numerator.exp().sum(dim=1) / denominator.exp().sum(dim=1)).log()
-    return denominator.logsumexp(dim=1) - numerator.logsumexp(dim=1)
+        losses = -(numerator.exp().sum(dim=1) / denominator.exp().sum(dim=1)).log()
+    else:
+        losses = denominator.logsumexp(dim=1) - numerator.logsumexp(dim=1)
+    return losses if valid is None else losses.masked_fill(~valid, 0)

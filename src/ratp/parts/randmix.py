@@ -15,7 +15,8 @@ A mixing weight may be negative, so a third of the batches come out with inverte
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -29,6 +30,9 @@ NOISE_DIM = 10
 COLOUR_DROPOUT = 0.2
 # |Σw| below this is taken as this, with its sign. Such a batch is saturated by σ either way.
 SMALLEST_WEIGHT_SUM = 1e-3
+# On a GPU, images at least so wide are convolved with so many pixels at a time.
+WIDE = 64
+PACKED = 8
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,22 @@ class Branch:
 
 @dataclass(frozen=True)
 class Draw:
-    """All random numbers of one call of RandMix."""
+    """All random numbers of one call of RandMix.
+
+    Indexed like a batch, it gives the numbers of some of its images: theirs are the same whichever others there are.
+    """
 
     input_noise: Tensor | None
     colour: Linear | None
     colour_keep: Tensor | None
     branches: tuple[Branch, ...]
     weights: Tensor
+
+    def __getitem__(self, rows: Tensor | slice) -> Draw:
+        branches = tuple(replace(branch, noise=_rows(branch.noise, rows)) for branch in self.branches)
+        noise = None if self.input_noise is None else _rows(self.input_noise, rows)
+        keep = None if self.colour_keep is None else _rows(self.colour_keep, rows)
+        return Draw(noise, self.colour, keep, branches, _rows(self.weights, rows))
 
 
 class RandMix:
@@ -97,12 +110,19 @@ class RandMix:
         self._std = std.reshape(1, CHANNELS, 1, 1)
         self._adain = tuple(self._draw_adain(generator) for _ in config.kernel_sizes)
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Augments a batch of normalised images; no gradient is recorded."""
-        if not len(images):
-            return images
+    def __call__(self, images: Tensor, generator: torch.Generator, rows: Tensor | None = None) -> Tensor:
+        """Augments a batch of normalised images; no gradient is recorded.
+
+        Args:
+            images: Shape (n, 3, height, width).
+            generator: Source of the random numbers, which are drawn for all images.
+            rows: Which images to augment and return, bool of shape (n,); None: all.
+        """
         with torch.no_grad():
-            return self.apply(images, self.draw(images.shape, generator))
+            draw = self.draw(images.shape, generator)
+            if rows is not None:
+                images, draw = images[rows], draw[rows]
+            return self.apply(images, draw) if len(images) else images
 
     def draw(self, shape: torch.Size, generator: torch.Generator) -> Draw:
         """Draws everything one call needs for images of ``shape`` (n, 3, height, width)."""
@@ -150,7 +170,7 @@ class RandMix:
         return (mixed - self._mean) / self._std if self.config.renormalise else mixed
 
     def _autoencode(self, inputs: Tensor, branch: Branch) -> Tensor:
-        hidden = F.conv2d(inputs, branch.encoder.weight, branch.encoder.bias)
+        hidden = _convolution(inputs, branch.encoder)
         variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
         normalised = (hidden - mean) * (variance + 1e-5).rsqrt()
         scale, shift = F.linear(branch.noise, branch.adain.weight, branch.adain.bias)[:, :, None, None].chunk(2, dim=1)
@@ -186,7 +206,48 @@ class RandMix:
 def _transposed_convolution(hidden: Tensor, layer: Linear) -> Tensor:
     """A transposed convolution as the padded convolution with the flipped kernel: on CPUs five times faster."""
     padding = layer.weight.shape[-1] - 1
-    return F.conv2d(hidden, layer.weight.flip(2, 3).transpose(0, 1), layer.bias, padding=padding)
+    return _convolution(hidden, Linear(layer.weight.flip(2, 3).transpose(0, 1), layer.bias), padding)
+
+
+def _convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
+    """A convolution between three channels; wide images go to a GPU's tensor cores, which need more than three."""
+    if inputs.is_cuda and inputs.shape[-1] >= WIDE:
+        return packed_convolution(inputs, layer, padding)
+    return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
+
+
+def packed_convolution(inputs: Tensor, layer: Linear, padding: int = 0, block: int = PACKED) -> Tensor:
+    """The same convolution between ``block`` times as many channels: pixels side by side become channels.
+
+    Output pixel block·X + q takes input pixel block·(X + J) + i with the kernel's column block·J + i − q, or with
+    zero where the kernel has no such column.
+    """
+    count, channels, height, width = inputs.shape
+    outputs, _, _, size = layer.weight.shape
+    across = width + 2 * padding - size + 1
+    blocks, spanned = -(-across // block), -(-(size - 1 + block) // block)
+    wide = (blocks + spanned - 1) * block
+    packed = F.pad(inputs, (padding, wide - width - padding)).view(count, channels, height, -1, block)
+    packed = packed.permute(0, 1, 4, 2, 3).reshape(count, channels * block, height, -1)
+    kernel = F.pad(layer.weight, (0, 1))[:, :, :, _columns(block, spanned, size, inputs.device)]
+    # from (out, in, row, q, i, J)
+    kernel = kernel.permute(0, 3, 1, 4, 2, 5).reshape(outputs * block, channels * block, size, spanned)
+    result = F.conv2d(packed, kernel, layer.bias.repeat_interleave(block), padding=(padding, 0))
+    result = result.view(count, outputs, block, -1, blocks).permute(0, 1, 3, 4, 2)
+    return result.reshape(count, outputs, -1, blocks * block)[..., :across]
+
+
+@cache
+def _columns(block: int, spanned: int, size: int, device: torch.device) -> Tensor:
+    """The kernel's column for each q, i and J of a packed convolution; ``size`` where there is none."""
+    q, i, j = torch.meshgrid(*(torch.arange(n, device=device) for n in (block, block, spanned)), indexing="ij")
+    column = block * j + i - q
+    return column.where((column >= 0) & (column < size), size)
+
+
+def _rows(numbers: Tensor, rows: Tensor | slice) -> Tensor:
+    """Some rows; a single one serves all images anyway."""
+    return numbers if len(numbers) == 1 else numbers[rows]
 
 
 def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:

@@ -39,18 +39,22 @@ def lr_multiplier(schedule: Schedule, epoch: int, epochs: int) -> float:
 class StageSGD:
     """SGD for one stage: made anew with every domain.
 
-    ``torch.optim`` is not used: making its first optimiser takes seconds, for compilers that are not needed.
+    ``torch.optim`` is not used: making its first optimiser takes seconds, for compilers that are not needed. On
+    CUDA the rate is a number on the device, so that a captured update follows it.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, epochs: int, config: SGDConfig) -> None:
         self._initial_lr, self._epochs, self._config = lr, epochs, config
         self._lr = lr
         self._parameters: list[Tensor] = list(parameters)
+        self._rate = self._device_rate()
         self._velocities = [torch.zeros_like(p) for p in self._parameters] if config.momentum else []
 
     def begin_epoch(self, epoch: int) -> float:
         """Sets and returns the learning rate of ``epoch``."""
         self._lr = self._initial_lr * lr_multiplier(self._config.schedule, epoch, self._epochs)
+        if self._rate is not None:
+            self._rate.fill_(self._lr)
         return self._lr
 
     def minimise(self, loss: Tensor) -> None:
@@ -68,4 +72,13 @@ class StageSGD:
                 torch._foreach_add_(velocities, steps)
                 steps = tuple(velocities)
             # θ ← θ − ηv
-            torch._foreach_add_(parameters, steps, alpha=-self._lr)
+            if self._rate is None:
+                torch._foreach_add_(parameters, steps, alpha=-self._lr)
+            else:
+                torch._foreach_sub_(parameters, torch._foreach_mul(steps, self._rate))
+
+    def _device_rate(self) -> Tensor | None:
+        """A place for the rate beside the parameters; None on processors, where the host's number does."""
+        if not self._parameters or not self._parameters[0].is_cuda:
+            return None
+        return torch.full((), self._lr, dtype=self._parameters[0].dtype, device=self._parameters[0].device)

@@ -1,0 +1,478 @@
+"""Steps as CUDA graphs: each made exactly once, with the numbers of steps made by hand."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ratp.methods.ratp as ratp_module
+from helpers import accuracy_of, same_tensors, toy_method, toy_plan
+from ratp import capture as capture_module
+from ratp.capture import WARM_UP, CaptureWarning, stepper
+from ratp.errors import RatpError
+from ratp.method import Phase, Tick, train
+from ratp.network import NetworkConfig
+from ratp.parts.t2pl import PseudoLabels
+from ratp.run import Run
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Counting(Phase):
+    """Steps that count themselves."""
+
+    name = "counting"
+    captures = True
+
+    def __init__(self, epochs=2, steps=4, names=("a", "b")):
+        self.epochs, self.steps, self.names = epochs, steps, names
+        self.done = 0
+        self.finished = False
+
+    def begin_epoch(self, epoch):
+        return {"epoch": float(epoch)}
+
+    def step(self):
+        self.done += 1
+        return {name: torch.tensor(float(self.done * (k + 1))) for k, name in enumerate(self.names)}
+
+    def finish(self):
+        self.finished = True
+        return {"done": float(self.done)}
+
+
+class TestLoop:
+    def test_a_tick_a_step_and_a_record_at_the_end(self):
+        phase = Counting()
+        *ticks, record = train([phase])
+        assert [(t.epoch, t.step, t.epoch_done) for t in ticks] == [(e, s, s == 4) for e in (0, 1) for s in range(1, 5)]
+        assert [t.statistics for t in ticks] == [{"epoch": 0.0}] * 4 + [{"epoch": 1.0}] * 4
+        assert record == {"done": 8.0}
+
+    def test_means_are_over_the_epoch_so_far(self):
+        found = [
+            {name: value.item() for name, value in t.means.items()} for t in train([Counting()]) if isinstance(t, Tick)
+        ]
+        a = [1.0, 1.5, 2.0, 2.5, 5.0, 5.5, 6.0, 6.5]
+        assert found == [{"a": value, "b": 2 * value} for value in a]
+
+    def test_means_once_read_stay(self):
+        ticks = train([Counting()])
+        first = next(ticks)
+        assert first.means["a"].item() == 1
+        next(ticks)
+        assert first.means["a"].item() == 1
+
+    def test_means_of_a_tick_gone_by_are_refused(self):
+        ticks = train([Counting()])
+        first = next(ticks)
+        next(ticks)
+        with pytest.raises(RatpError, match="before the next step"):
+            first.means  # noqa: B018
+
+    def test_a_step_may_return_nothing(self):
+        assert all(dict(t.means) == {} for t in train([Counting(names=())]) if isinstance(t, Tick))
+
+    def test_other_names_than_before_are_refused(self):
+        phase = Counting()
+        ticks = train([phase])
+        next(ticks)
+        phase.names = ("a", "c")
+        with pytest.raises(RatpError, match="same names: a, b, then a, c"):
+            next(ticks)
+
+    def test_numbers_of_several_types(self):
+        phase = Counting(epochs=1, steps=2)
+        phase.step = lambda: {"a": torch.tensor([1.0], dtype=torch.float64), "b": torch.tensor(2), "c": torch.ones(())}
+        *_, last, _ = ((t.means if isinstance(t, Tick) else t) for t in train([phase]))
+        assert {name: value.item() for name, value in last.items()} == {"a": 1, "b": 2, "c": 1}
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="it can be captured here")
+    def test_without_a_device_it_goes_on_with_a_warning(self):
+        phases = [Counting(), Counting()]
+        with pytest.warns(CaptureWarning, match="without CUDA graphs: there is no CUDA device") as caught:
+            moments = list(train(phases, capture=True))
+        assert len(caught) == 2
+        assert len(moments) == 18
+
+    def test_a_phase_that_does_not_allow_it_is_not_captured(self, monkeypatch):
+        device = FakeDevice(monkeypatch)
+        phase = Counting()
+        phase.captures = False
+        list(train([phase], capture=True))
+        assert device.graphs == []
+        assert phase.done == 8
+
+    def test_a_phase_left_half_way_gives_its_graph_back(self, monkeypatch):
+        device = FakeDevice(monkeypatch)
+        ticks = train([Counting()], capture=True)
+        for _ in range(5):
+            next(ticks)
+        ticks.close()
+        assert [graph.log for graph in device.graphs] == [["begin", "end", "replay", "replay", "reset"]]
+
+
+class FakeDevice:
+    """As much of ``torch.cuda`` as capturing uses, keeping an account of it."""
+
+    def __init__(self, monkeypatch):
+        self.graphs, self.recording, self.log = [], False, []
+        self.streams = [SimpleNamespace(name="usual", wait_stream=self._wait("usual"), synchronize=lambda: None)]
+        self.default_generators = [FakeGenerator()]
+        self.ends = True
+        for name in ("is_available", "current_device", "Stream", "device", "stream", "current_stream", "graph"):
+            assert hasattr(torch.cuda, name)
+        fake = SimpleNamespace(
+            is_available=lambda: True,
+            current_device=lambda: 0,
+            default_generators=self.default_generators,
+            Stream=lambda device: SimpleNamespace(name="aside", wait_stream=self._wait("aside")),
+            device=self._device,
+            stream=self._stream,
+            current_stream=lambda: self.streams[-1],
+            CUDAGraph=self._graph,
+            graph=self._record,
+        )
+        monkeypatch.setattr(capture_module, "torch", SimpleNamespace(cuda=fake, device=torch.device))
+        monkeypatch.setattr(capture_module, "_side_stream", fake.Stream)
+
+    def _wait(self, name):
+        return lambda other: self.log.append(f"{name} waits for {other.name}")
+
+    @contextmanager
+    def _device(self, device):
+        yield
+
+    @contextmanager
+    def _stream(self, stream):
+        before = list(self.streams)
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.streams[:] = before
+
+    def _graph(self):
+        graph = SimpleNamespace(log=[], registered=[])
+        graph.register_generator_state = graph.registered.append
+        graph.replay = lambda: graph.log.append("replay") or self.log.append("replay")
+        graph.reset = lambda: graph.log.append("reset")
+        self.graphs.append(graph)
+        return graph
+
+    @contextmanager
+    def _record(self, graph, stream, capture_error_mode):
+        """Like torch, it leaves the stream set if it cannot end."""
+        self.streams.append(stream)
+        graph.log.append("begin")
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+            if not self.ends:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand more")
+            self.streams.pop()
+        graph.log.append("end")
+
+
+class FakeGenerator:
+    def __init__(self, state="fresh"):
+        self.device, self.state = torch.device("cuda", 0), state
+
+    def clone_state(self):
+        return FakeGenerator(self.state)
+
+    def graphsafe_set_state(self, other):
+        self.state = other.state
+
+
+class TestStepper:
+    def test_every_step_is_made_exactly_once(self, monkeypatch):
+        device, source = FakeDevice(monkeypatch), FakeGenerator()
+        made = []
+        with stepper(lambda: made.append("recorded" if device.recording else "run"), [source, source]) as step:
+            for _ in range(WARM_UP + 4):
+                step()
+        assert made == ["run"] * WARM_UP + ["recorded"]
+        (graph,) = device.graphs
+        assert graph.log == ["begin", "end", "replay", "replay", "replay", "replay", "reset"]
+        assert graph.registered == [source]
+        assert [stream.name for stream in device.streams] == ["usual"]
+
+    def test_the_first_steps_keep_their_place_among_other_work(self, monkeypatch):
+        device = FakeDevice(monkeypatch)
+        with stepper(lambda: device.log.append(f"step on {device.streams[-1].name}")) as step:
+            for _ in range(2):
+                step()
+        assert device.log == ["aside waits for usual", "step on aside", "usual waits for aside"] * 2
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_what_cannot_be_recorded_is_run(self, monkeypatch, ends):
+        device, source = FakeDevice(monkeypatch), FakeGenerator("drawn from")
+        device.ends = ends
+        made = []
+
+        def refusing():
+            if device.recording:
+                source.state = device.default_generators[0].state = "spoilt"
+                raise RuntimeError("a value was read back\nwith a long story")
+            made.append(device.streams[-1].name)
+
+        with stepper(refusing, [source]) as step:
+            for _ in range(WARM_UP):
+                step()
+            with pytest.warns(CaptureWarning, match=r"without CUDA graphs: .*(read back|during capture)$") as caught:
+                step()
+            for _ in range(2):
+                step()
+        assert len(caught) == 1
+        assert made == ["aside"] * WARM_UP + ["usual"] * 3
+        assert source.state == "drawn from"
+        assert device.default_generators[0].state == "fresh"
+        assert [stream.name for stream in device.streams] == ["usual"]
+
+    def test_chance_from_elsewhere_would_be_recorded_too(self, monkeypatch):
+        """A replay would repeat the same numbers for ever."""
+        FakeDevice(monkeypatch)
+
+        def step():
+            raise AssertionError
+
+        with pytest.warns(CaptureWarning, match="without CUDA graphs: the steps draw from a generator on cpu"):
+            given = stepper(step, [FakeGenerator(), torch.Generator()]).__enter__()
+        assert given is step
+
+    def test_not_to_capture_is_to_call_the_step(self):
+        def step():
+            raise AssertionError
+
+        with stepper(step, capture=False) as given:
+            assert given is step
+
+
+class ReadBack(TorchDispatchMode):
+    """Fails on what would make a GPU wait, take numbers from the host, or have a shape that depends on data."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_").removeprefix("_unique")
+        assert name not in self.FORBIDDEN, func
+        if name in ("index", "index_put", "_index_put_impl"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), func
+        return func(*args, **(kwargs or {}))
+
+
+STATIC = [
+    {},
+    {"joint_batch": False, "distill.data": "target", "distill.student": "eval"},
+    {"memory.replay": "separate", "augment_replay": False, "sgd.momentum": 0.9},
+    {"source_transform.crop": True, "target_transform.flip": 0.5, "target_transform.hue": 0.3},
+]
+
+
+class TestObedience:
+    """What a step that allows capturing must not do, looked for on the processor."""
+
+    def test_the_watch_sees_it(self):
+        with ReadBack():
+            for wrong in (
+                lambda: torch.ones(()).item(),
+                lambda: torch.ones(3)[torch.ones(3) > 0],
+                lambda: torch.ones(3).nonzero(),
+                lambda: torch.tensor([1.0]),
+            ):
+                with pytest.raises(AssertionError):
+                    wrong()
+
+    @pytest.mark.parametrize("changes", STATIC)
+    def test_ratp(self, changes):
+        method, source, targets = toy_method(toy_plan(changes=changes))
+        for domain in (source, targets[0].unlabelled()):
+            (phase,) = method.source_phases(domain) if domain is source else method.target_phases(domain)
+            phase._static = True
+            phase.begin_epoch(0)
+            phase.step()
+            with ReadBack():
+                phase.step()
+            assert method.network.training
+            phase.finish()
+
+    def test_source_only(self):
+        method, source, _ = toy_method(toy_plan("source-only"))
+        (phase,) = method.source_phases(source)
+        assert phase.captures
+        phase.begin_epoch(0)
+        with ReadBack():
+            phase.step()
+        assert method.network.training
+
+
+SIZES = {"epochs": 2, "steps": 10, "network.width": 0.25, "network.hidden": 32, "network.dim": 16, "batch": 16}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def on_gpu(method="ratp", backbone="dtn", **changes):
+    plan = toy_plan(method, changes={**SIZES, **{n.replace("__", "."): v for n, v in changes.items()}})
+    if backbone != "dtn":
+        plan = replace(plan, recipe=replace(plan.recipe, network=NetworkConfig(backbone, hidden=32, dim=16)))
+    method, source, targets = toy_method(replace(plan, device=torch.device("cuda")))
+    return method, source, [target.unlabelled() for target in targets]
+
+
+def drive(phases, capture, between=lambda: None):
+    """Trains; gives the means of every tick."""
+    seen = []
+    for moment in train(phases, capture=capture):
+        if isinstance(moment, Tick):
+            seen.append({name: value.item() for name, value in moment.means.items()})
+            between()
+    return seen
+
+
+def both(method="ratp", stages=2, between=None, **changes):
+    """The state and the means after some stages, run by hand and captured."""
+    ends = []
+    for capture in (False, True):
+        made, source, targets = on_gpu(method, **changes)
+        extra = (lambda made=made, source=source: between(made, source)) if between else (lambda: None)
+        means = drive(made.source_phases(source), capture, extra)
+        for target in targets[: stages - 1]:
+            means += drive(made.target_phases(target), capture, extra)
+        ends.append(({name: tensor.clone() for name, tensor in made.state().items()}, means))
+    return ends
+
+
+def assert_close(ends):
+    (eager, means), (captured, other_means) = ends
+    for name, tensor in eager.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(captured[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
+    for there, here in zip(means, other_means, strict=True):
+        assert here == pytest.approx(there, rel=1e-3, abs=1e-3)
+
+
+@needs_gpu
+class TestOnGPU:
+    """Warnings are errors: a capture that failed would not pass for one."""
+
+    @pytest.fixture(autouse=True)
+    def _repeatable(self):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            yield
+
+    @pytest.mark.parametrize("stages", [1, 2, 3])
+    def test_ratp(self, stages):
+        assert_close(both(stages=stages))
+
+    @pytest.mark.parametrize("changes", STATIC[1:])
+    def test_ratp_with_other_switches(self, changes):
+        assert_close(both(**{name.replace(".", "__"): value for name, value in changes.items()}, r_con=0.4))
+
+    def test_ratp_with_a_residual_network(self):
+        assert_close(both(backbone="resnet18", r_con=0.4, lr=0.001))
+
+    def test_source_only(self):
+        assert_close(both("source-only", stages=1))
+
+    def test_measuring_between_steps_changes_nothing(self):
+        plain = both()
+        probed = both(between=lambda method, source: method.predict(source.images))
+        assert_close([plain[1], probed[1]])
+
+    def test_new_labels_are_seen(self, monkeypatch):
+        """T2PL is made to find one class in the first epoch and another in the second."""
+
+        def ends(second):
+            calls = []
+
+            def found(embedding, probabilities, config):
+                calls.append(len(calls))
+                labels = torch.full((len(embedding),), second if len(calls) % 2 == 0 else 0, device=embedding.device)
+                return PseudoLabels(labels, embedding[:4], embedding[:4], torch.ones(4, dtype=torch.bool))
+
+            monkeypatch.setattr(ratp_module, "t2pl", found)
+            return both(refresh=1, memory__replay="none", memory__labels="last")
+
+        changed = ends(2)
+        assert_close(changed)
+        (_, same), (_, other) = ends(0)[1], changed[1]
+        assert abs(same[-1]["ce"] - other[-1]["ce"]) > 0.1
+
+    def test_the_rate_is_followed(self):
+        assert_close(both(epochs=4, steps=5, lr=0.05))
+        (slow, _), (fast, _) = (
+            both(epochs=4, steps=5, lr=0.05)[1],
+            both(epochs=4, steps=5, lr=0.05, sgd__schedule="constant")[1],
+        )
+        assert not same_tensors(slow, fast)
+
+    def test_a_captured_phase_draws_on_from_its_generators(self):
+        """After 20 steps, captured or not, the next numbers are the same."""
+        following = []
+        for capture in (False, True):
+            method, source, _ = on_gpu()
+            (phase,) = method.source_phases(source)
+            drive([phase], capture)
+            following.append([torch.rand(3, generator=g, device="cuda") for g in phase.generators])
+        torch.testing.assert_close(*following, rtol=0, atol=0)
+
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+    def test_nothing_is_read_back(self):
+        method, source, targets = on_gpu()
+        method.fit_source(source)
+        (phase,) = method.target_phases(targets[0])
+        phase.begin_epoch(0)
+        phase.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            phase.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_a_step_that_reads_back_goes_on_by_hand(self, monkeypatch):
+        phase_type = ratp_module.RaTPPhase
+        real, ends = phase_type.step, []
+
+        def reading(phase):
+            record = real(phase)
+            record["total"].item()
+            return record
+
+        monkeypatch.setattr(phase_type, "step", reading)
+        for capture in (False, True):
+            method, source, _ = on_gpu()
+            phases = method.source_phases(source)
+            if capture:
+                with pytest.warns(CaptureWarning, match="without CUDA graphs") as caught:
+                    means = drive(phases, capture)
+                assert sum(issubclass(warning.category, CaptureWarning) for warning in caught) == 1
+            else:
+                means = drive(phases, capture)
+            ends.append((method.state(), means))
+        assert_close(ends)
+        monkeypatch.setattr(phase_type, "step", real)
+        assert_close(both(stages=1))  # and the next phase can be captured
+
+    def test_the_memory_of_a_graph_comes_back(self):
+        method, source, _ = on_gpu()
+        drive(method.source_phases(source), True)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for _ in range(8):
+            drive(method.source_phases(source), True)
+            torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before + 2**25
+
+    def test_a_whole_run(self, tmp_path):
+        plan = replace(toy_plan(changes=SIZES), device=torch.device("cuda"))
+        Run(plan, tmp_path / "captured", probe=True).execute()
+        Run(plan, tmp_path / "by hand", capture=False).execute()
+        captured, by_hand = (accuracy_of(tmp_path / name) for name in ("captured", "by hand"))
+        assert captured == [pytest.approx(row, abs=5) for row in by_hand]
