@@ -20,7 +20,7 @@ from ratp.domain import LabelledDomain
 from ratp.method import Method
 from ratp.plan import RunPlan, RunRequest, resolve
 from ratp.randomness import Randomness
-from ratp.stream import StreamSpec, make_stream
+from ratp.stream import DataOptions, LoadedDomain, StreamSpec, make_stream
 
 TINY: dict[str, Any] = {
     "epochs": 2,
@@ -66,13 +66,18 @@ def toy_domains(**sizes: int) -> list[LabelledDomain]:
 def toy_spec(domains: Sequence[LabelledDomain]) -> StreamSpec:
     """A stream of given domains, called ``toy``."""
     by_name = {domain.name: domain for domain in domains}
+
+    def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
+        del size, options
+        return [LoadedDomain(by_name[code]) for code in codes]
+
     return StreamSpec(
         name="toy",
         title="Bright quarters",
         domains=dict.fromkeys(by_name, "noise with a bright quarter"),
         orders={"default": tuple(by_name)},
         recipe=tiny_plan().recipe,
-        load=by_name.__getitem__,
+        load=load,
     )
 
 
@@ -99,9 +104,16 @@ def toy_plan(
     return replace(plan, spec=spec, order=spec.orders["default"])
 
 
+def domains_of(plan: RunPlan) -> list[LabelledDomain]:
+    """The domains of a plan, with their labels."""
+    loaded = [item.domain for item in plan.spec.load(plan.order, plan.recipe.size, plan.data)]
+    assert all(isinstance(domain, LabelledDomain) for domain in loaded)
+    return loaded  # type: ignore[return-value]
+
+
 def toy_method(plan: RunPlan) -> tuple[Method, LabelledDomain, list[LabelledDomain]]:
     """The method of a toy plan, untrained, with the source's training part and the targets as they were made."""
-    domains = [plan.spec.load(code) for code in plan.order]
+    domains = domains_of(plan)
     stream = make_stream("toy", domains, plan.seed)
     return plan.build_method(stream), stream.source, domains[1:]
 

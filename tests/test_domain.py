@@ -57,7 +57,7 @@ class TestUnlabelled:
         domain = labelled(held_out=torch.tensor([True, False, False, True])).unlabelled()
         assert isinstance(domain, UnlabelledDomain)
         assert torch.equal(domain.images, images())
-        assert set(vars(domain)) == {"name", "images"}
+        assert set(vars(domain)) == {"name", "images", "manifest"}
         assert not isinstance(domain, LabelledDomain)
         assert len(domain) == 4
 

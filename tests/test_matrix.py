@@ -111,6 +111,48 @@ class TestPartial:
             grown.with_row([1, 2, 3])
 
 
+@st.composite
+def with_unlabelled(draw):
+    """A matrix, and the same with the columns of some targets empty."""
+    matrix = draw(matrices())
+    hidden = draw(st.sets(st.integers(1, 6)))
+    rows = tuple(tuple(math.nan if d in hidden else v for d, v in enumerate(row)) for row in matrix.accuracy)
+    return matrix, Matrix(matrix.domains, rows), {f"D{d}" for d in hidden}
+
+
+class TestUnlabelledDomains:
+    """Their columns are empty, and nothing else is."""
+
+    @given(with_unlabelled())
+    def test_they_have_no_metric_and_change_none(self, both):
+        whole, matrix, hidden = both
+        for metric in METRICS:
+            expected = {name: value for name, value in whole.metric(metric).items() if name not in hidden}
+            assert matrix.metric(metric) == expected
+            mean = math.fsum(expected.values()) / len(expected) if expected else math.nan
+            assert matrix.average(metric) == pytest.approx(mean, nan_ok=True)
+
+    @given(with_unlabelled())
+    def test_what_is_written_can_be_read(self, both):
+        _, matrix, _ = both
+        text = json.dumps(matrix.to_json(), allow_nan=False)
+        again = Matrix.from_json(json.loads(text))
+        assert json.dumps(again.to_json(), allow_nan=False) == text
+        assert repr(again) == repr(matrix)  # NaN is not equal to itself
+
+    def test_worked_example(self):
+        matrix = Matrix(("S", "A", "B")).with_row((99, math.nan, 40)).with_row((95, math.nan, 50))
+        assert matrix.metric("TDG") == {"B": 45}
+        assert matrix.metric("TDA") == {"S": 99}
+        assert matrix.metric("FA") == {"S": 95}
+        assert matrix.to_json()["accuracy"] == [[99, None, 40], [95, None, 50]]
+
+    @pytest.mark.parametrize("row", [(95, 90, 50), (95, math.nan, math.nan), (math.nan, math.nan, 50)])
+    def test_they_have_none_at_every_stage(self, row):
+        with pytest.raises(RatpError, match="accuracies on other domains"):
+            Matrix(("S", "A", "B"), ((99, math.nan, 40),)).with_row(row)
+
+
 class TestFiles:
     @given(matrices())
     def test_what_is_written_can_be_read(self, matrix):
@@ -142,7 +184,7 @@ class TestFiles:
             matrix = Matrix.from_json({"domains": domains, "accuracy": accuracy})
         except RatpError:
             return
-        assert all(0 <= value <= 100 for row in matrix.accuracy for value in row)
+        assert all(math.isnan(value) or 0 <= value <= 100 for row in matrix.accuracy for value in row)
 
     @pytest.mark.parametrize("data", [{}, {"domains": ["S"]}, {"accuracy": []}, [], None, "matrix"])
     def test_missing_parts_are_refused_in_words(self, data):
@@ -163,7 +205,8 @@ class TestRefusals:
             (((1.0, 2.0),) * 3, "3 rows for 2 domains"),
             (((1.0, 2.0), (1.0, -0.1)), "row 1 .*outside"),
             (((1.0, 100.1),), "row 0 .*outside"),
-            (((1.0, math.nan),), "outside"),
+            (((1.0, math.nan), (1.0, 2.0)), "row 1 .*other domains"),
+            (((1.0, 2.0), (math.nan, 2.0)), "row 1 .*other domains"),
             (((1.0, math.inf),), "outside"),
         ],
     )

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import textwrap
 from dataclasses import fields, replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
 from ratp.config import as_dict, switches
 from ratp.errors import ConfigError
 from ratp.method import Method
 from ratp.methods import METHODS
+from ratp.network import Network, NetworkConfig
 from ratp.plan import RunRequest, find_device, find_method, preset_config, resolve
 from ratp.recipe import Recipe
 from ratp.run import Run
-from ratp.stream import STREAMS, make_stream
+from ratp.stream import make_stream
+from ratp.streams import STREAMS
 
 
 def mistakes(**request):
@@ -138,7 +142,9 @@ class TestNames:
         for preset in ("official", *method.presets):
             assert isinstance(preset_config(method, preset), method.config_type)
             for stream in STREAMS:
-                assert isinstance(resolve(RunRequest(stream, method.name, preset=preset)).config, method.config_type)
+                assert isinstance(
+                    resolve(RunRequest(stream, method.name, preset=preset, weights="none")).config, method.config_type
+                )
         assert {preset for _, preset in method.stream_values} <= {"official", *method.presets}
 
     def test_a_value_for_one_stream_and_preset_is_no_change_and_can_be_changed(self):
@@ -170,11 +176,17 @@ class TestFingerprint:
                 if len(others) == 1:
                     continue
                 other = next(o for o in others if o != str(switch.value))
+            elif name == "network.backbone":
+                other = "resnet18"
             elif isinstance(switch.value, tuple):
                 other = tuple(v + 1 for v in switch.value)
             else:
                 other = switch.value + (1 if isinstance(switch.value, int) else 0.25)
-            seen.add(self.fingerprint(resolve(RunRequest(method=method, changes={name: other}, device="cpu")), stream))
+            seen.add(
+                self.fingerprint(
+                    resolve(RunRequest(method=method, changes={name: other}, device="cpu", weights="none")), stream
+                )
+            )
         skipped = sum(s.kind.startswith("one of ") and "," not in s.kind for s in values.values())
         assert len(seen) == 1 + len(values) - skipped
 
@@ -207,6 +219,99 @@ class TestFingerprint:
     def test_the_config_is_plain_json(self, stream):
         config = toy_plan().to_json(stream)
         assert json.loads(json.dumps(config, allow_nan=False)) == config
+
+
+class TestBackbone:
+    """Another feature extractor is run as is usual for it."""
+
+    def recipe(self, stream="demo", **changes):
+        named = {name.replace("__", "."): value for name, value in changes.items()}
+        return resolve(RunRequest(stream, changes=named, weights="none")).recipe
+
+    def test_it_brings_its_sizes_and_scaling(self):
+        recipe = self.recipe(network__backbone="resnet18")
+        assert (recipe.size, recipe.network.width, recipe.network.hidden, recipe.network.dim) == (224, 1, 512, 256)
+        assert recipe.mean == pytest.approx((0.485, 0.456, 0.406))
+        assert recipe.std == pytest.approx((0.229, 0.224, 0.225))
+        back = self.recipe("pacs", network__backbone=" dtn ")
+        assert (back.size, back.network.hidden, back.network.dim) == (32, 256, 128)
+        assert back.mean == back.std == (0.5, 0.5, 0.5)
+
+    def test_the_rest_stays_the_streams(self):
+        plain, other = STREAMS["pacs"].recipe, self.recipe("pacs", network__backbone="resnet18")
+        assert other == replace(plain, network=replace(plain.network, backbone="resnet18"))
+
+    def test_what_is_asked_for_beside_it_counts(self):
+        recipe = self.recipe(network__backbone="resnet18", size="96", network__dim=9, mean="0,0,0")
+        assert (recipe.size, recipe.network.dim, recipe.network.hidden, recipe.mean) == (96, 9, 512, (0, 0, 0))
+
+    def test_the_streams_own_changes_nothing(self):
+        assert self.recipe(network__backbone="dtn") == STREAMS["demo"].recipe
+
+    def test_it_is_told_as_a_change_and_what_follows_from_it_is_not(self):
+        """Or a report could not tell its runs from others, nor would they go to a folder of their own."""
+        request = RunRequest("pacs", changes={"network.backbone": "resnet18"}, weights="none")
+        assert resolve(request).changed == {"network.backbone": "resnet18"}
+        request = RunRequest("pacs", changes={"network.backbone": "resnet50"}, weights="none")
+        assert resolve(request).changed == {}
+
+    def test_an_unknown_one_is_told_with_all_other_mistakes(self):
+        changes = {"network.backbone": "resnet81", "epochs": "many", "pca.scal": 1}
+        problems = mistakes(changes=changes, seed="x")
+        assert len(problems) == 4
+        assert any("unknown backbone 'resnet81'. Did you mean 'resnet18'?" in problem for problem in problems)
+
+    @pytest.mark.parametrize("name", ["", "ResNet50", 18, None])
+    def test_what_is_none(self, name):
+        problems = mistakes(changes={"network.backbone": name}, weights="none")
+        assert len(problems) == 1, problems
+
+
+class TestWeights:
+    @pytest.fixture
+    def file(self, tmp_path):
+        def write(name, seed=0):
+            torch.manual_seed(seed)
+            state = Network(NetworkConfig(width=0.05), 10).backbone.state_dict()
+            save_file(state, tmp_path / name)
+            return tmp_path / name
+
+        return write
+
+    def config(self, weights):
+        plan = resolve(RunRequest(changes=TINY, weights=str(weights), device="cpu"))
+        return plan.to_json(make_stream("toy", toy_domains(), 2022))
+
+    def test_their_hash_is_kept_and_counts(self, file):
+        path = file("mine.safetensors")
+        config = self.config(path)
+        assert config["weights"] == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert config["weights_name"] == "mine.safetensors"
+        without = self.config("none")
+        assert (without["weights"], without["weights_name"]) == (None, None)
+        others = {c["fingerprint"] for c in (config, without, self.config(file("other.safetensors", seed=1)))}
+        assert len(others) == 3
+
+    def test_their_name_and_place_do_not(self, file):
+        first = self.config(file("mine.safetensors"))
+        assert self.config(file("renamed.safetensors"))["fingerprint"] == first["fingerprint"]
+
+    def test_they_are_what_the_method_starts_from(self, file):
+        path = file("mine.safetensors")
+        plan = resolve(RunRequest(changes=TINY, weights=str(path), device="cpu"))
+        method = plan.build_method(make_stream("toy", toy_domains(), 2022))
+        for name, tensor in load_file(path).items():
+            assert torch.equal(method.state()[f"network.backbone.{name}"], tensor)
+
+    def test_digits_start_from_random_numbers_unless_told(self):
+        assert resolve(RunRequest()).weights is None
+
+    @pytest.mark.parametrize(
+        ("weights", "told"), [("imagnet", "Did you mean 'imagenet'?"), ("no.safetensors", "does not exist")]
+    )
+    def test_mistakes(self, weights, told):
+        (problem,) = mistakes(weights=weights)
+        assert told in problem
 
 
 HEAD = '''

@@ -24,6 +24,7 @@ from helpers import (
     Outcome,
     accuracy_of,
     all_finite,
+    domains_of,
     files_of,
     journal_of,
     same_tensors,
@@ -123,7 +124,7 @@ class TestDirectory:
         assert config["changed"] == TINY
         told = (config["method"], config["stream"], config["seed"], config["preset"], config["ratp"], config["schema"])
         assert told == (run.plan.method.name, "demo", 2022, "official", __version__, 1)
-        assert config["data"] == {code: run.plan.spec.load(code).fingerprint() for code in config["order"]}
+        assert config["data"] == {domain.name: domain.fingerprint() for domain in domains_of(run.plan)}
         assert len(config["fingerprint"]) == 64
 
     def test_the_environment_names_versions_and_device(self, run):
@@ -464,7 +465,7 @@ class TestFirewall:
     @every_method
     def test_types_are_checked(self, method):
         run = Run(toy_plan(method), "unused")
-        labelled = run.plan.spec.load("mud")
+        labelled = domains_of(run.plan)[1]
         assert isinstance(labelled, LabelledDomain)
         with pytest.raises(TypeError, match="UnlabelledDomain"):
             run.method.adapt(labelled)
@@ -473,7 +474,7 @@ class TestFirewall:
 
     def test_a_target_has_nowhere_to_keep_labels(self):
         target = Run(toy_plan("source-only"), "unused").stream.targets[0]
-        assert set(vars(target)) == {"name", "images"}
+        assert set(vars(target)) == {"name", "images", "manifest"}
         with pytest.raises(AttributeError):
             target.labels = torch.zeros(len(target))
         assert not hasattr(target, "labels")

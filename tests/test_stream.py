@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from helpers import toy_domain, toy_domains, toy_spec
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError, RatpError
-from ratp.stream import STREAMS, find_stream, load_stream, make_stream, parse_order, stratified_mask
+from ratp.stream import DataOptions, make_stream, parse_order, stratified_mask
+from ratp.streams import STREAMS, find_stream, load_stream
 
 DEMO = STREAMS["demo"]
 CODES = list(DEMO.domains)
@@ -229,4 +230,5 @@ class TestMaking:
 
     def test_a_spec_loads_what_it_names(self):
         spec = toy_spec(toy_domains())
-        assert [spec.load(code).name for code in spec.domains] == ["ink", "mud", "fog"]
+        loaded = spec.load(list(spec.domains), 32, DataOptions())
+        assert [item.domain.name for item in loaded] == ["ink", "mud", "fog"]

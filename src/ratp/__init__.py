@@ -15,11 +15,13 @@ from ratp.network import Network
 from ratp.plan import RunRequest, resolve
 from ratp.record import RunRecord, read_run
 from ratp.run import Run
-from ratp.stream import Stream, load_stream
+from ratp.stream import DataOptions, Stream
+from ratp.streams import load_stream
 from ratp.version import __version__
 
 __all__ = [
     "ConfigError",
+    "DataOptions",
     "LabelledDomain",
     "Matrix",
     "Memory",

@@ -32,16 +32,26 @@ class UnlabelledDomain:
     Attributes:
         name: Short name, as written in an order.
         images: uint8 tensor of shape (N, 3, height, width).
+        manifest: Hash of the files the images come from, if they come from files.
     """
 
     name: str
     images: Tensor
+    manifest: str | None = None
 
     def __post_init__(self) -> None:
         _check_images(self.name, self.images)
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def fingerprint(self) -> str:
+        """What the domain *is*: the hash of its files, or else sha256 of name and images."""
+        if self.manifest is not None:
+            return self.manifest
+        digest = hashlib.sha256(repr((self.name, tuple(self.images.shape))).encode())
+        digest.update(self.images.cpu().contiguous().numpy().data)
+        return digest.hexdigest()
 
     def to(self, device: torch.device) -> UnlabelledDomain:
         """The same domain with its images on ``device``."""
@@ -58,6 +68,7 @@ class LabelledDomain:
         labels: int64 tensor of shape (N,), indices into ``classes``.
         classes: Class names.
         held_out: bool tensor of shape (N,): the data set's own test part, or None if it has none.
+        manifest: Hash of the files the images come from, if they come from files.
     """
 
     name: str
@@ -65,6 +76,7 @@ class LabelledDomain:
     labels: Tensor
     classes: tuple[str, ...]
     held_out: Tensor | None = None
+    manifest: str | None = None
 
     def __post_init__(self) -> None:
         _check_images(self.name, self.images)
@@ -100,7 +112,9 @@ class LabelledDomain:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device), held_out=held_out)
 
     def fingerprint(self) -> str:
-        """sha256 of names, shape, images, labels and test part: what the domain *is*."""
+        """What the domain *is*: the hash of its files, or else sha256 of names, images, labels and test part."""
+        if self.manifest is not None:
+            return self.manifest
         digest = hashlib.sha256(repr((self.name, self.classes, tuple(self.images.shape))).encode())
         for tensor in (self.images, self.labels, self.held_out):
             if tensor is not None:

@@ -38,6 +38,12 @@ class TrainingError(RatpError):
 MOST_NAMES = 20
 
 
+def nearest(given: str, names: Sequence[str]) -> str | None:
+    """The name most like ``given``, whatever its case, if any is like it."""
+    near = get_close_matches(given.lower(), [name.lower() for name in names], n=1, cutoff=0.6)
+    return next((name for name in names if near and name.lower() == near[0]), None)
+
+
 def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
     """A sentence for a name that does not exist, with the nearest one that does.
 
@@ -47,8 +53,7 @@ def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
         valid: The names that exist.
     """
     names = sorted(valid)
-    near = get_close_matches(str(given).lower(), [n.lower() for n in names], n=1, cutoff=0.6)
-    match = next((n for n in names if near and n.lower() == near[0]), None)
+    match = nearest(str(given), names)
     hint = f" Did you mean {match!r}?" if match else ""
     if len(names) > MOST_NAMES:
         near = get_close_matches(str(given), names, n=5, cutoff=0.3) or names[:5]

@@ -64,8 +64,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a text file in one step."""
-    write_bytes(path, text.encode())
+    """Replaces a text file in one step; bytes of a path that are no Unicode are written as escapes."""
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -116,3 +116,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{path} is damaged or no safetensors file: {error}.") from error
     return tensors, about if isinstance(about, dict) else {}
+
+
+def safe_name(name: str) -> str:
+    """A name that can be that of a file anywhere: letters, digits, ``-``, ``_`` and dots, not too long."""
+    plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in name).lstrip(".")
+    return plain.encode()[:80].decode(errors="ignore") or "_"

@@ -9,6 +9,8 @@ in their order of arrival (the source is domain 0):
   included, as the paper averages it.
 * FA, forgetting alleviation: mean over the stages ``s > d``, after later domains. Defined for every
   domain but the last.
+
+A domain without labels has no accuracy: its column is NaN (null in JSON), and it has no metric.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Matrix:
 
     Attributes:
         domains: Names in order of arrival; the first is the source.
-        accuracy: ``accuracy[s][d]``, at most as many rows as domains. Fewer rows: a run under way.
+        accuracy: ``accuracy[s][d]``, at most as many rows as domains. Fewer rows: a run under way. NaN in the
+            columns of domains without labels.
     """
 
     domains: tuple[str, ...]
@@ -44,8 +47,10 @@ class Matrix:
         for stage, row in enumerate(self.accuracy):
             if len(row) != len(self.domains):
                 raise RatpError(f"row {stage} holds {len(row)} values for {len(self.domains)} domains.")
-            if not all(math.isfinite(v) and 0 <= v <= 100 for v in row):
+            if not all(math.isnan(v) or 0 <= v <= 100 for v in row):
                 raise RatpError(f"row {stage} holds a value outside 0..100: {row}.")
+            if [math.isnan(v) for v in row] != [math.isnan(v) for v in self.accuracy[0]]:
+                raise RatpError(f"row {stage} has accuracies on other domains than row 0: {row}.")
 
     @property
     def stages(self) -> int:
@@ -63,9 +68,9 @@ class Matrix:
 
     def metric(self, metric: Metric) -> dict[str, float]:
         """The metric by domain, for the domains whose stages so far define it."""
-        columns = enumerate(self.domains)
+        columns = [(d, n) for d, n in enumerate(self.domains) if self.stages and not math.isnan(self.accuracy[0][d])]
         if metric == "TDG":
-            return {n: _mean([r[d] for r in self.accuracy[:d]]) for d, n in columns if d > 0 and self.stages}
+            return {n: _mean([r[d] for r in self.accuracy[:d]]) for d, n in columns if d > 0}
         if metric == "TDA":
             return {n: self.accuracy[d][d] for d, n in columns if d < self.stages}
         if metric == "FA":
@@ -83,7 +88,8 @@ class Matrix:
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the metrics spelled out for readers without this package."""
         metrics = {m: {"domains": self.metric(m), "average": _or_none(self.average(m))} for m in METRICS}
-        return {"domains": list(self.domains), "accuracy": [list(r) for r in self.accuracy], "metrics": metrics}
+        rows = [[_or_none(value) for value in row] for row in self.accuracy]
+        return {"domains": list(self.domains), "accuracy": rows, "metrics": metrics}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Matrix:
@@ -96,7 +102,7 @@ class Matrix:
             if isinstance(data["domains"], str):
                 raise TypeError("domains is a text")
             domains = tuple(str(n) for n in data["domains"])
-            accuracy = tuple(tuple(float(v) for v in row) for row in data["accuracy"])
+            accuracy = tuple(tuple(math.nan if v is None else float(v) for v in row) for row in data["accuracy"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RatpError(f"not an accuracy matrix: {error!r}.") from error
         return Matrix(domains, accuracy)

@@ -6,9 +6,11 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,13 +21,18 @@ from ratp.errors import ConfigError, unknown
 from ratp.method import Method, Setting
 from ratp.methods import METHODS
 from ratp.randomness import Randomness
-from ratp.recipe import Recipe
+from ratp.recipe import Recipe, follow_backbone
 from ratp.record import SCHEMA
-from ratp.stream import Stream, StreamSpec, find_stream, make_stream, parse_order
+from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
+from ratp.streams import find_stream
+from ratp.streams.own import NAME as FOLDERS
+from ratp.streams.own import from_paths
 from ratp.version import __version__
+from ratp.weights import Weights, find_weights
 
 T = TypeVar("T")
 DEFAULT_PRESET = "official"
+NO_WEIGHTS, PUBLISHED = "none", "imagenet"
 _USER_MODULE = "ratp_user_method_"
 
 
@@ -34,7 +41,7 @@ class RunRequest:
     """One method on one stream with one seed, as a user asks for it.
 
     Attributes:
-        stream: Name of the stream.
+        stream: Name of the stream, a ``.toml`` file or a folder of domains; ``folders`` for source and targets.
         method: Name of the method, or path of a Python file that defines one.
         order: Name or spelling of the order of domains.
         preset: Set of switches to start from.
@@ -42,6 +49,11 @@ class RunRequest:
         changes: Values to set in the method's switches and the stream's recipe, by dotted name.
         subset: Whether the order may leave domains out.
         device: ``cpu``, ``cuda``, ``cuda:1``, …, or ``auto``.
+        source: Folder or zip of the source, for the stream ``folders``.
+        targets: Folders or zips of the targets in their order of arrival, for the stream ``folders``.
+        data: How to read images from files.
+        weights: What the feature extractor starts from: a ``.safetensors`` file, ``imagenet`` for the published
+            weights, ``none`` for random numbers; ``auto``: what is usual for it.
     """
 
     stream: str = "demo"
@@ -52,6 +64,10 @@ class RunRequest:
     changes: Mapping[str, Any] = field(default_factory=dict)
     subset: bool = False
     device: str = "auto"
+    source: Path | str | None = None
+    targets: Sequence[Path | str] = ()
+    data: DataOptions = field(default_factory=DataOptions)
+    weights: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,8 @@ class RunPlan:
         preset: Name of the preset the switches started from.
         changed: Switches and sizes that differ from preset and recipe.
         device: Where to compute.
+        data: How to read images from files.
+        weights_from: What the feature extractor starts from: a file, ``imagenet`` or ``none``.
     """
 
     spec: StreamSpec
@@ -79,6 +97,13 @@ class RunPlan:
     preset: str
     changed: Mapping[str, Any]
     device: torch.device
+    data: DataOptions = field(default_factory=DataOptions)
+    weights_from: str = NO_WEIGHTS
+
+    @cached_property
+    def weights(self) -> Weights | None:
+        """What the feature extractor starts from; None: random numbers. Downloaded, if need be, once it is needed."""
+        return find_weights(self.weights_from, self.recipe.network.backbone)
 
     @property
     def title(self) -> str:
@@ -87,17 +112,17 @@ class RunPlan:
 
     def load_stream(self) -> Stream:
         """Loads the domains."""
-        return make_stream(self.spec.name, [self.spec.load(code) for code in self.order], self.seed)
+        domains = self.spec.load(self.order, self.recipe.size, self.data)
+        return make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
 
     def build_method(self, stream: Stream) -> Method:
         """The method, untrained."""
         randomness = Randomness(self.seed)
-        return self.method(
-            Setting(self.recipe, stream.classes, stream.image_size, randomness, self.device), self.config
-        )
+        setting = Setting(self.recipe, stream.classes, stream.image_size, randomness, self.device, self.weights)
+        return self.method(setting, self.config)
 
     def decisions(self) -> dict[str, Any]:
-        """All that determines the result, but for the images themselves, as plain data."""
+        """All that determines the result, but for images and weights, as plain data."""
         return {
             "stream": self.spec.name,
             "order": list(self.order),
@@ -109,13 +134,25 @@ class RunPlan:
         }
 
     def digest(self) -> str:
-        """sha256 of the decisions."""
-        return _sha256(self.decisions())
+        """sha256 of the decisions, for a folder's name."""
+        return _sha256(self.decisions() | {"weights": self.weights_from})
 
     def to_json(self, stream: Stream) -> dict[str, Any]:
-        """The plan as ``config.json`` keeps it, with a hash of decisions and images."""
-        decisions = self.decisions() | {"data": dict(stream.fingerprints)}
-        about = {"schema": SCHEMA, "ratp": __version__, "preset": self.preset, "changed": dict(self.changed)}
+        """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights."""
+        decisions = self.decisions() | {
+            "classes": list(stream.classes),
+            "data": dict(stream.fingerprints),
+            "weights": self.weights.sha256 if self.weights else None,
+        }
+        about = {
+            "schema": SCHEMA,
+            "ratp": __version__,
+            "preset": self.preset,
+            "changed": dict(self.changed),
+            "origins": dict(stream.origins),
+            "notes": list(stream.notes),
+            "weights_name": self.weights.name if self.weights else None,
+        }
         return {**about, **decisions, "fingerprint": _sha256(decisions)}
 
 
@@ -138,7 +175,7 @@ def resolve(request: RunRequest) -> RunPlan:
             problems.extend(error.problems)
             return None
 
-    spec = attempt(lambda: find_stream(request.stream))
+    spec = attempt(lambda: _find_stream(request))
     method = attempt(lambda: find_method(request.method))
     seed = attempt(lambda: _parse_seed(request.seed))
     device = attempt(lambda: find_device(request.device))
@@ -149,17 +186,44 @@ def resolve(request: RunRequest) -> RunPlan:
     # A mistake above hides none below: what is not known is looked up wherever it could be.
     possible = [base] if base is not None else [m.config_type() for m in ([method] if method else METHODS.values())]
     sizes = spec.recipe if spec else Recipe()
-    if method and (request.stream, request.preset) in method.stream_values:
-        sizes, base = _change(sizes, possible, method.stream_values[request.stream, request.preset])
+    if spec and method and (values := method.stream_values.get((spec.values or spec.name, request.preset))):
+        sizes, base = _change(sizes, possible, values)
         possible = [base]
+    own_backbone = sizes.network.backbone
+    sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
     changed = attempt(lambda: _change(sizes, possible, request.changes))
     if problems:
         raise ConfigError(problems)
     assert spec and method and order and changed and device and seed is not None
     recipe, config = changed
     before, after = as_dict(sizes) | as_dict(base), as_dict(recipe) | as_dict(config)
+    before["network.backbone"] = own_backbone  # what follows from another is no change of its own, but it is one
     differing = {name: value for name, value in after.items() if value != before[name]}
-    return RunPlan(spec, order, method, config, recipe, seed, request.preset, differing, device)
+    weights = _weights_from(request.weights, recipe.network.backbone)
+    plan = RunPlan(spec, order, method, config, recipe, seed, request.preset, differing, device, request.data, weights)
+    if weights != PUBLISHED:
+        _ = plan.weights  # a file that does not fit is found now; what must be downloaded can wait for the images
+    return plan
+
+
+def _find_stream(request: RunRequest) -> StreamSpec:
+    """The stream asked for by name, or the one of the source and targets given."""
+    own = request.source is not None or bool(request.targets)
+    if request.stream == FOLDERS:
+        if request.source is None:
+            raise ConfigError(f"stream {FOLDERS} needs its images: --source DAY --targets RAIN NIGHT")
+        targets = [request.targets] if isinstance(request.targets, str | Path) else request.targets
+        return from_paths(Path(request.source), [Path(target) for target in targets])
+    if own:
+        raise ConfigError(f"a source and targets belong to the stream {FOLDERS}, not to {request.stream!r}.")
+    return find_stream(request.stream)
+
+
+def _weights_from(asked: str, backbone: str) -> str:
+    """What was asked for; ``auto`` is nothing for a network trained from scratch, else ``$RATP_WEIGHTS`` if set."""
+    if asked != "auto":
+        return asked
+    return NO_WEIGHTS if backbone == "dtn" else os.environ.get("RATP_WEIGHTS") or PUBLISHED
 
 
 def _check_preset(preset: str) -> None:

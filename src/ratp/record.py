@@ -9,6 +9,7 @@ A run directory is readable without this package::
     samples.safetensors  a few images and what the method made of them (if it augments)
     state.safetensors    the method after its last finished stage
     weights.safetensors  the final network, once the run is complete
+    predictions-*.csv    what it says about the images of domains without labels
 
 A *result* is the same without the tensors, in one small JSON file that can be kept in a repository.
 """

@@ -7,6 +7,8 @@ the result is the one an undisturbed run gives.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import time
@@ -17,10 +19,20 @@ from typing import Any, final
 
 import torch
 
+from ratp.domain import UnlabelledDomain
 from ratp.environment import describe_environment
 from ratp.errors import RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy
-from ratp.files import is_leftover, read_json, read_tensors, remove_leftovers, write_json, write_tensors, write_text
+from ratp.files import (
+    is_leftover,
+    read_json,
+    read_tensors,
+    remove_leftovers,
+    safe_name,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from ratp.lock import LOCK_FILE, exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Tick, train, unpack
@@ -98,12 +110,14 @@ class Run:
         plan: What to run.
         folder: Its directory; continued if it holds the same run, refused if it holds anything else.
         probe: Whether to measure the new domain after every epoch of its stage. It changes no result.
+        capture: Whether training steps on a GPU run as CUDA graphs. It changes no result.
     """
 
-    def __init__(self, plan: RunPlan, folder: Path | str, *, probe: bool = False) -> None:
+    def __init__(self, plan: RunPlan, folder: Path | str, *, probe: bool = False, capture: bool = True) -> None:
         self.plan = plan
         self.folder = Path(folder)
         self.probe = probe
+        self.capture = capture
         self.stream: Stream = plan.load_stream()
         self.method: Method = plan.build_method(self.stream)
         self.config = plan.to_json(self.stream)
@@ -114,6 +128,24 @@ class Run:
         for _ in self.events():
             pass
         return self.record()
+
+    @property
+    def predictions(self) -> tuple[Path, ...]:
+        """Where the predictions on the domains without labels go, each into a file of its own."""
+        names: list[str] = []
+        paths: list[Path] = []
+        for domain in self._unlabelled():
+            plain = name = safe_name(domain.name)
+            again = 1
+            while name.lower() in names:  # some file systems know no case
+                again += 1
+                name = f"{plain}-{again}"
+            names.append(name.lower())
+            paths.append(self.folder / f"predictions-{name}.csv")
+        return tuple(paths)
+
+    def _unlabelled(self) -> list[UnlabelledDomain]:
+        return [target for target, test in zip(self.stream.targets, self.stream.tests[1:], strict=True) if test is None]
 
     def record(self) -> RunRecord:
         """The run as its directory tells it."""
@@ -132,6 +164,7 @@ class Run:
             self._open()
             for stage in range(self.matrix.stages, len(self.stream.order)):
                 yield from self._stage(stage)
+            self._write_predictions()
             if not (self.folder / "weights.safetensors").exists():
                 state = self.method.state()
                 about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
@@ -222,7 +255,7 @@ class Run:
         done = 0
         if self.probe:
             yield from self._measure(stage, 0.0)
-        for moment in train(phases):
+        for moment in train(phases, capture=self.capture and self.plan.device.type == "cuda"):
             if not isinstance(moment, Tick):
                 statistics |= moment
                 continue
@@ -234,10 +267,10 @@ class Run:
                     yield from self._measure(stage, done / total)
                 epoch_started = time.perf_counter()
         try:
-            row = {test.name: accuracy(self.method, test) for test in self.stream.tests}
+            row = {test.name: accuracy(self.method, test) for test in self.stream.tests if test is not None}
         except TrainingError as error:
             raise self._ruined(stage, str(error)) from error
-        if self.probe:
+        if self.probe and name in row:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = time.perf_counter() - started
         self._finish_stage(stage, row, statistics, seconds)
@@ -256,7 +289,7 @@ class Run:
         bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
         if bad:
             raise self._ruined(stage, f"{bad[0]} holds values that are no numbers after stage {stage}")
-        self.matrix = self.matrix.with_row(list(row.values()))
+        self.matrix = self.matrix.with_row([row.get(name, math.nan) for name in self.stream.order])
         event = {
             "event": "stage_finished",
             "time": _now(),
@@ -301,6 +334,8 @@ class Run:
     def _measure(self, stage: int, progress: float) -> Iterator[Probed]:
         """The new domain's accuracy now; nothing if it has none, for a probe must not end a run."""
         test = self.stream.tests[stage]
+        if test is None:
+            return
         try:
             measured = accuracy(self.method, test)
         except TrainingError:
@@ -320,6 +355,20 @@ class Run:
         if shown:
             write_tensors(self.folder / "samples.safetensors", {"original": images, **shown})
 
+    def _write_predictions(self) -> None:
+        """What the final model says about every image of the domains that have no labels of their own."""
+        for domain, path in zip(self._unlabelled(), self.predictions, strict=True):
+            if path.exists():
+                continue
+            confidence, label = self.method.predict(domain.images).softmax(dim=1).max(dim=1)
+            files = self.stream.files.get(domain.name) or [str(k) for k in range(len(domain))]
+            rows = zip(files, label.tolist(), confidence.tolist(), strict=True)
+            table = io.StringIO()
+            writer = csv.writer(table, lineterminator="\n")
+            writer.writerow(("file", "class", "confidence"))
+            writer.writerows((file, self.stream.classes[k], f"{share:.4f}") for file, k, share in rows)
+            write_text(path, table.getvalue())
+
     def _note(self, event: str, **values: Any) -> None:
         self._append({"event": event, "time": _now(), **values})
 
@@ -338,7 +387,7 @@ def _now() -> str:
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """What two configurations disagree about, in a sentence or two."""
-    pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed")]
+    pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed", "weights")]
     if there.get("method") == here["method"]:
         for key in ("recipe", "switches"):
             old = there.get(key)
@@ -348,7 +397,9 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         return f"It differs in {'; '.join(parts)}."
     if there.get("method_file") != here["method_file"]:
         return "The file of its method has been edited since."
-    return "Its images have changed since."
+    data = there.get("data")
+    changed = [n for n, value in here["data"].items() if isinstance(data, dict) and data.get(n) != value]
+    return "Its images have changed since" + (f": those of {', '.join(changed)}." if changed else ".")
 
 
 def _show(value: Any) -> str:

@@ -7,20 +7,58 @@ evaluator reads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ratp.data import demo
+from ratp.data.decoded import OnBad
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError, unknown
-from ratp.network import NetworkConfig
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe
 
 SOURCE_TEST_SHARE = 0.2
+
+Domain = LabelledDomain | UnlabelledDomain
+ExtraClasses = Literal["stop", "drop"]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How to read images from files.
+
+    Attributes:
+        folder: Where the benchmarks lie; by default ``$RATP_DATA``, else ``data`` in the working folder.
+        on_bad: What to do about files that are no usable images.
+        extra_classes: What to do about classes of a target that the source does not have.
+        progress: Called with a domain's name, the number of files decoded and that of all.
+    """
+
+    folder: Path | None = None
+    on_bad: OnBad = "stop"
+    extra_classes: ExtraClasses = "stop"
+    progress: Callable[[str, int, int], None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDomain:
+    """A domain and where it came from.
+
+    Attributes:
+        domain: Its images, with labels where there are any.
+        origin: What it is if it is not the published data, e.g. that it was rebuilt.
+        files: Name of the file of every image, if they come from files.
+        notes: What the user should know.
+    """
+
+    domain: Domain
+    origin: str | None = None
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,7 +71,9 @@ class StreamSpec:
         domains: Codes of its domains, each with a description.
         orders: Orders by name; the one called ``default`` is used unless another is asked for.
         recipe: Sizes all methods share on it.
-        load: From a code to the domain.
+        load: From the codes, the source's first, and the side of the images to the domains.
+        values: Name under which methods keep their values for the stream; its own if empty.
+        needs_order: Whether an order must be asked for, because there is no natural one.
     """
 
     name: str
@@ -41,22 +81,9 @@ class StreamSpec:
     domains: Mapping[str, str]
     orders: Mapping[str, tuple[str, ...]]
     recipe: Recipe
-    load: Callable[[str], LabelledDomain]
-
-
-STREAMS: dict[str, StreamSpec] = {
-    spec.name: spec
-    for spec in (
-        StreamSpec(
-            name="demo",
-            title="Embedded digits, 32×32: real scans, then photographs, fonts and street numbers",
-            domains=demo.DOMAINS,
-            orders={"default": tuple(demo.DOMAINS), "reverse": tuple(reversed(demo.DOMAINS))},
-            recipe=Recipe(network=NetworkConfig(width=0.25), epochs=12, steps=50, lr=0.05),
-            load=demo.demo_domain,
-        ),
-    )
-}
+    load: Callable[[Sequence[str], int, DataOptions], list[LoadedDomain]]
+    values: str = ""
+    needs_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,22 +92,25 @@ class Stream:
 
     Attributes:
         name: Name of the benchmark it comes from.
+        order: Names of the domains, the source first.
         source: Training part of the labelled source.
         targets: Training images of the targets, without labels.
-        tests: Test set of every domain, the source first: for the evaluator only.
-        fingerprints: sha256 of each domain's images, labels and split.
+        tests: Test set of every domain, the source first: for the evaluator only. None for a domain without labels.
+        fingerprints: By domain, the hash of its files, or of its images and labels if it comes from none.
+        origins: By domain, what it is if it is not the published data.
+        files: By domain without labels, the names of its files.
+        notes: What the user should know about the images.
     """
 
     name: str
+    order: tuple[str, ...]
     source: LabelledDomain
     targets: tuple[UnlabelledDomain, ...]
-    tests: tuple[LabelledDomain, ...]
+    tests: tuple[LabelledDomain | None, ...]
     fingerprints: Mapping[str, str]
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Names of the domains."""
-        return tuple(test.name for test in self.tests)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -94,17 +124,6 @@ class Stream:
         return int(height), int(width)
 
 
-def find_stream(name: str) -> StreamSpec:
-    """The stream called ``name``.
-
-    Raises:
-        ConfigError: If there is none, with the nearest name.
-    """
-    if name not in STREAMS:
-        raise ConfigError(unknown("stream", name, STREAMS))
-    return STREAMS[name]
-
-
 def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[str, ...]:
     """An order of domains from its name or from its spelling, e.g. ``scan>photo>font>street``.
 
@@ -116,9 +135,14 @@ def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[s
     Raises:
         ConfigError: With every mistake: unknown, repeated and missing domains.
     """
+    if spec.needs_order and text.strip() == "default":
+        example = ">".join(spec.domains)
+        raise ConfigError(f"say in which order the domains arrive, the source first, e.g. --order '{example}'.")
     if text.strip() in spec.orders:
         return spec.orders[text.strip()]
-    codes = [code.strip() for code in text.replace("→", ">").replace(",", ">").split(">")]
+    codes = _split(text.replace("→", ">"))
+    if not all(code in spec.domains for code in codes):  # else a comma belongs to a name
+        codes = _split(text.replace("→", ">").replace(",", ">"))
     example = ">".join(spec.orders["default"])
     if len(codes) == 1:
         raise ConfigError(
@@ -145,23 +169,73 @@ def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[s
     return tuple(codes)
 
 
-def make_stream(name: str, domains: list[LabelledDomain], seed: int) -> Stream:
-    """A stream from labelled domains: splits them and takes the labels off the targets.
+def _split(text: str) -> list[str]:
+    return [code.strip() for code in text.split(">")]
+
+
+def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, *, hold_out: float = 0.0) -> Stream:
+    """A stream from domains: splits them and takes the labels off the targets.
 
     A domain with a test part of its own is split by it. Otherwise a fifth of the source, stratified by
     class, is held out, and a target is both trained on (without labels) and tested on as a whole, as the
-    paper does.
+    paper does, unless a share of it is held out.
+
+    Args:
+        name: Name of the stream.
+        domains: The source first, with labels; then the targets.
+        seed: Seed of the splits.
+        hold_out: Share of every target that is tested on and not trained on; 0: all is used for both.
 
     Raises:
         ConfigError: If there are fewer than two domains, or the domains do not fit together.
     """
-    if len(domains) < 2:
-        raise ConfigError(f"a stream needs a source and at least one target, got {len(domains)} domain(s).")
-    source, *targets = domains
+    loaded = [item if isinstance(item, LoadedDomain) else LoadedDomain(item) for item in domains]
+    parts = [item.domain for item in loaded]
+    source = _checked(parts)
+    randomness = Randomness(seed)
+    if source.held_out is None:
+        held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
+        source = replace(source, held_out=held_out)
+    train, test = _train_and_test(source)
+    tests: list[LabelledDomain | None] = [test]
+    targets = []
+    for target in parts[1:]:
+        if isinstance(target, UnlabelledDomain):
+            targets.append(target)
+            tests.append(None)
+            continue
+        if target.held_out is None and hold_out:
+            # drawn without a look at the labels, which a target does not have
+            chance = torch.rand(len(target), generator=randomness.generator("target split", target.name))
+            count = round(hold_out * len(target))
+            target = replace(target, held_out=chance.argsort().argsort() < count)
+        seen, test = _train_and_test(target)
+        targets.append(seen.unlabelled())
+        tests.append(test)
+    return Stream(
+        name=name,
+        order=tuple(part.name for part in parts),
+        source=train,
+        targets=tuple(targets),
+        tests=tuple(tests),
+        fingerprints={part.name: part.fingerprint() for part in parts},
+        origins={item.domain.name: item.origin for item in loaded if item.origin},
+        files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
+        notes=tuple(note for item in loaded for note in item.notes),
+    )
+
+
+def _checked(parts: Sequence[Domain]) -> LabelledDomain:
+    """The source, if the domains fit together."""
+    if len(parts) < 2:
+        raise ConfigError(f"a stream needs a source and at least one target, got {len(parts)} domain(s).")
+    source, *targets = parts
+    if not isinstance(source, LabelledDomain):
+        raise ConfigError(f"the source {source.name!r} has no labels: put its images into a folder a class.")
     problems = [
         f"domain {t.name!r} has other classes than the source {source.name!r}: {', '.join(t.classes)}."
         for t in targets
-        if t.classes != source.classes
+        if isinstance(t, LabelledDomain) and t.classes != source.classes
     ]
     problems += [
         f"domain {t.name!r} has images of {tuple(t.images.shape[2:])}, the source of {tuple(source.images.shape[2:])}."
@@ -170,22 +244,14 @@ def make_stream(name: str, domains: list[LabelledDomain], seed: int) -> Stream:
     ]
     problems += [
         f"two domains are called {name!r}: give each its own name."
-        for name, count in Counter(domain.name for domain in domains).items()
+        for name, count in Counter(part.name for part in parts).items()
         if count > 1
     ]
+    if len(source.classes) < 2:
+        problems.append(f"the source {source.name!r} has one class only ({source.classes[0]}): nothing to tell apart.")
     if problems:
         raise ConfigError(problems)
-    if source.held_out is None:
-        generator = Randomness(seed).generator("source split")
-        source = replace(source, held_out=stratified_mask(source.labels, SOURCE_TEST_SHARE, generator))
-    parts = [_train_and_test(domain) for domain in (source, *targets)]
-    return Stream(
-        name=name,
-        source=parts[0][0],
-        targets=tuple(train.unlabelled() for train, _ in parts[1:]),
-        tests=tuple(test for _, test in parts),
-        fingerprints={domain.name: domain.fingerprint() for domain in domains},
-    )
+    return source
 
 
 def _train_and_test(domain: LabelledDomain) -> tuple[LabelledDomain, LabelledDomain]:
@@ -208,20 +274,3 @@ def stratified_mask(labels: Tensor, share: float, generator: torch.Generator) ->
         shuffled = members[torch.randperm(len(members), generator=generator)]
         mask[shuffled[: round(share * len(members))]] = True
     return mask
-
-
-def load_stream(name: str, order: str = "default", seed: int = 2022, *, subset: bool = False) -> Stream:
-    """Loads a stream by name.
-
-    Args:
-        name: Name of the stream, e.g. ``"demo"``.
-        order: Name or spelling of the order of its domains.
-        seed: Seed of the split, where the data has no test part of its own.
-        subset: Whether the order may leave domains out.
-
-    Raises:
-        ConfigError: If stream, domain or order do not exist.
-    """
-    spec = find_stream(name)
-    codes = parse_order(order, spec, subset=subset)
-    return make_stream(name, [spec.load(code) for code in codes], seed)

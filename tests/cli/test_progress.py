@@ -155,7 +155,12 @@ def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
             return super().__getitem__(name)
 
     tick = Tick(
-        SimpleNamespace(name="p", epochs=1, steps=9), 0, 1, Watched(total=torch.tensor(1.0)), {}, epoch_done=False
+        SimpleNamespace(name="p", epochs=1, steps=9),
+        0,
+        1,
+        lambda: Watched(total=torch.tensor(1.0)),
+        {},
+        epoch_done=False,
     )
     run = SimpleNamespace(plan=toy_plan("source-only"), stream=SimpleNamespace(order=("a",)))
     display = progress._Lines(run, Console(file=io.StringIO()))

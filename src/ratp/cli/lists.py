@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from ratp.cli.console import print_json, stderr, stdout
-from ratp.cli.runs import Json
+from ratp.cli.loading import data_options, decoding, print_note
+from ratp.cli.runs import Data, Json, OnBadImage
 from ratp.config import as_dict, switches
+from ratp.domain import LabelledDomain
+from ratp.errors import ConfigError
+from ratp.files import safe_name
 from ratp.methods import METHODS
 from ratp.plan import DEFAULT_PRESET, find_method, preset_config
-from ratp.stream import STREAMS, find_stream
+from ratp.stream import Domain, parse_order
+from ratp.streams import STREAMS, find_stream
 
 methods = typer.Typer(help="List methods and their switches.")
 streams = typer.Typer(help="List streams and show their images.")
@@ -101,26 +107,48 @@ def list_streams(context: typer.Context, json_: Json = False) -> None:
 
 @streams.command("show")
 def show_stream(
-    name: Annotated[str, typer.Argument(help="Name of the stream.")],
+    name: Annotated[str, typer.Argument(help="Name of the stream, a .toml file or a folder of domains.")],
+    order: Annotated[str, typer.Option(help="Domains to show, in their order.")] = "default",
     out: Annotated[Path | None, typer.Option(help="File to write; default NAME.png.")] = None,
+    data: Data = None,
+    on_bad_image: OnBadImage = "stop",
     json_: Json = False,
 ) -> None:
     """Write a contact sheet: sample images of every domain, class by class."""
     from ratp.data.contact_sheet import contact_sheet
 
     spec = find_stream(name)
-    path = out or Path(f"{name}.png")
-    domains = [spec.load(code) for code in spec.domains]
+    path = out or Path(f"{safe_name(spec.name)}.png")
+    with decoding(stderr(), quiet=json_) as progress:
+        options, problems = data_options(data, on_bad_image, "drop", progress)
+        if problems:
+            raise ConfigError(problems)
+        codes = spec.orders["default"] if order == "default" else parse_order(order, spec, subset=True)
+        loaded = spec.load(codes, spec.recipe.size, options)
+    for note in [note for item in loaded for note in item.notes] if not json_ else []:
+        print_note(note, stderr())
+    domains = [_shown(item.domain) for item in loaded]
     contact_sheet(domains, path, descriptions=spec.domains)
     if json_:
-        held_out = [int(d.held_out.sum()) if d.held_out is not None else 0 for d in domains]
+        held_out = [_test_part(domain) for domain in domains]
         rows = [{"domain": d.name, "images": len(d), "held_out": h} for d, h in zip(domains, held_out, strict=True)]
         print_json({"stream": name, "sheet": str(path), "domains": rows})
         return
     _print_switches(spec.recipe, spec.recipe)
     table = Table("domain", "images", "test part", "what it is", box=None, header_style="bold", pad_edge=False)
     for domain in domains:
-        test = "–" if domain.held_out is None else str(int(domain.held_out.sum()))
+        test = str(_test_part(domain)) if _test_part(domain) else "–"
         table.add_row(f"[bold cyan]{escape(domain.name)}[/]", str(len(domain)), test, escape(spec.domains[domain.name]))
     stdout().print(table)
     stdout().print(f"Contact sheet: {path}", markup=False)
+
+
+def _shown(domain: Domain) -> LabelledDomain:
+    """The domain, as if all images of an unlabelled one were of one class."""
+    if isinstance(domain, LabelledDomain):
+        return domain
+    return LabelledDomain(domain.name, domain.images, torch.zeros(len(domain), dtype=torch.int64), ("no label",))
+
+
+def _test_part(domain: LabelledDomain) -> int:
+    return 0 if domain.held_out is None else int(domain.held_out.sum())

@@ -10,6 +10,7 @@ import typer
 from ratp.cli.console import print_json, say, stdout
 from ratp.cli.runs import Json, Quiet
 from ratp.errors import RunDirectoryError
+from ratp.files import safe_name
 from ratp.record import RunRecord, read_run
 
 
@@ -55,7 +56,7 @@ def _export(records: list[RunRecord], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot make {folder}: {error.strerror}.") from error
-    names = [f"{record.config['stream']}-{record.method}-{record.seed}" for record in records]
+    names = [safe_name(f"{record.config['stream']}-{record.method}-{record.seed}") for record in records]
     for number, (record, name) in enumerate(zip(records, names, strict=True)):
         repeated = names[:number].count(name)
         record.export(folder / (f"{name}-{repeated + 1}.json" if repeated else f"{name}.json"))

@@ -78,7 +78,7 @@ def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | Non
     found = sections(group_runs(runs))
     contents: dict[str, bytes] = {
         "report.md": markdown_report(runs).encode(),
-        "metrics.csv": csv_report(runs).encode(),
+        "metrics.csv": csv_report(runs).encode(errors="backslashreplace"),
         "report.tex": latex_report(runs).encode(),
     }
     pictures: list[dict[str, str]] = []

@@ -167,7 +167,8 @@ def percent_axis(axes: Sequence[Axes], values: Sequence[float], foot: float = 0.
 
 def floor_of(values: Sequence[float]) -> int:
     """The ten below the lowest percentage, and never so high that small differences look large."""
-    return min(80, 10 * math.floor(min(values, default=0) / 10))
+    measured = [value for value in values if not math.isnan(value)]
+    return min(80, 10 * math.floor(min(measured, default=0) / 10))
 
 
 def first_column(ax: Axes) -> bool:

@@ -170,6 +170,9 @@ class Section:
             notes.append(f"Unfinished, shown as far as they have come, in no mean and never marked best: {listed}.")
         for group in self.groups:
             notes += _group_notes(group)
+        made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}
+        if made:
+            notes.append(f"Not the published data: {'; '.join(sorted(made))}.")
         images = differing([flatten({"data": run.config.get("data", {})}) for run in self.runs])
         if images:
             names = ", ".join(key.removeprefix("data.") for key in images)
@@ -230,7 +233,7 @@ def _group_notes(group: Group) -> list[str]:
     unlike = [
         key
         for key in differing([flatten(run.config) for run in group.runs])
-        if key not in ("seed", "ratp", "fingerprint")
+        if key not in ("seed", "ratp", "fingerprint", "notes")
     ]
     unlike = [key for key in unlike if not key.startswith("data.")]
     if unlike:
@@ -239,6 +242,11 @@ def _group_notes(group: Group) -> list[str]:
     if 0 < probed < len(group.counted):
         notes.append(f"{group.label}: Unfamiliar is over {probed} of {len(group.counted)} seeds, the ones measured.")
     return notes
+
+
+def _texts(value: object) -> dict[str, str]:
+    """A mapping of texts as found in a file, or nothing if it is something else."""
+    return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else {}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -88,7 +88,7 @@ def csv_report(runs: Sequence[RunRecord]) -> str:
 def _csv_lines(run: RunRecord) -> Iterable[tuple[object, ...]]:
     for stage, row in enumerate(run.matrix.accuracy):
         for domain, value in zip(run.matrix.domains, row, strict=True):
-            yield "accuracy", stage, domain, value
+            yield "accuracy", stage, domain, "" if math.isnan(value) else value
     measures: tuple[Measure, ...] = (*METRICS, "Unfamiliar")
     for measure in measures:
         values = by_domain(run, measure)

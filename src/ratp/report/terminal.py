@@ -96,7 +96,7 @@ class _Printer:
 
     def accuracy(self, cell: Spread | None, stage: int, domain: int, joint: str | None) -> Text:
         measure: Measure = "TDA" if stage == domain else "TDG" if stage < domain else "FA"
-        if cell is None:
+        if cell is None or not cell.n:
             return Text(self.show(f"{MISSING} "), style="dim")
         words = text(cell, joint)
         return Text(self.show(f"[{words}]" if measure == "TDA" else f"{words} "), style=_STYLE[measure])

@@ -1,0 +1,72 @@
+"""All streams: the embedded demo, the paper's benchmarks, and anyone's own folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ratp.errors import ConfigError, unknown
+from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
+from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS
+from ratp.streams.embedded import DEMO
+from ratp.streams.own import NAME as FOLDERS
+from ratp.streams.own import from_file, from_root
+
+STREAMS: dict[str, StreamSpec] = {spec.name: spec for spec in (DEMO, DIGITS, PACS, DOMAINNET10)}
+
+
+def find_stream(name: str) -> StreamSpec:
+    """The stream called ``name``, or the one that a ``.toml`` file or a folder of domains describes.
+
+    Raises:
+        ConfigError: If there is none, with the nearest name.
+    """
+    if name in STREAMS:
+        return STREAMS[name]
+    if name.endswith(".toml"):
+        return from_file(Path(name))
+    if name.strip() and _is_folder(Path(name)):
+        return from_root(Path(name))
+    if name == FOLDERS:
+        raise ConfigError(
+            f"the stream {FOLDERS} is made for a run by --source and --targets. "
+            "Elsewhere give a folder of domains or a .toml file."
+        )
+    raise ConfigError(
+        unknown("stream", name, [*STREAMS, FOLDERS])
+        + f" Or give a folder of domains, a .toml file, or: {FOLDERS} --source DAY --targets RAIN NIGHT"
+    )
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # too long a name, or no permission
+        return False
+
+
+def load_stream(
+    name: str,
+    order: str = "default",
+    seed: int = 2022,
+    *,
+    subset: bool = False,
+    hold_out: float = 0.0,
+    options: DataOptions | None = None,
+) -> Stream:
+    """Loads a stream by name.
+
+    Args:
+        name: Name of the stream, e.g. ``"demo"``, a ``.toml`` file or a folder of domains.
+        order: Name or spelling of the order of its domains.
+        seed: Seed of the split, where the data has no test part of its own.
+        subset: Whether the order may leave domains out.
+        hold_out: Share of every target that is tested on and not trained on.
+        options: How to read images from files.
+
+    Raises:
+        ConfigError: If stream, domain or order do not exist.
+    """
+    spec = find_stream(name)
+    codes = parse_order(order, spec, subset=subset)
+    domains = spec.load(codes, spec.recipe.size, options or DataOptions())
+    return make_stream(spec.name, domains, seed, hold_out=hold_out)

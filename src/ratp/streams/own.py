@@ -1,0 +1,197 @@
+"""Streams of a user's own images: from paths, from a folder of domains, or from a small TOML file.
+
+The TOML file::
+
+    name = "yard"                        # by default the file's name
+    order = ["day", "rain", "night"]     # the source first
+
+    [domains]                            # folders or zips, relative to the file
+    day = "pictures/day"
+    rain = "rain.zip"
+    night = "night"
+
+    [recipe]                             # optional: what `ratp streams show` lists
+    size = 96
+    network.backbone = "resnet18"
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ratp.config import override
+from ratp.data.listing import is_clutter
+from ratp.errors import ConfigError, unknown
+from ratp.recipe import Recipe, follow_backbone
+from ratp.stream import DataOptions, LoadedDomain, StreamSpec
+from ratp.streams.benchmarks import PACS
+from ratp.streams.files import load_domains
+
+NAME = "folders"
+# Photographs and drawings at 224 pixels, a pretrained ResNet-50: what the paper does on PACS.
+RECIPE = PACS.recipe
+_KEYS = ("name", "order", "domains", "recipe")
+
+
+def from_paths(source: Path, targets: Sequence[Path]) -> StreamSpec:
+    """A stream of a source and targets in their order of arrival, each a folder or a zip.
+
+    Raises:
+        ConfigError: If there is no target, or the same domain comes twice.
+    """
+    if not targets:
+        raise ConfigError("a stream needs at least one target: --targets RAIN NIGHT")
+    paths = [source, *targets]
+    again = _twice(paths)
+    if again:
+        raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
+    return _spec(NAME, dict(zip(_names(paths), paths, strict=True)), order=None, recipe=RECIPE)
+
+
+def from_root(root: Path) -> StreamSpec:
+    """The stream of all domains in a folder; the order must be asked for.
+
+    Raises:
+        ConfigError: If the folder holds fewer than two domains.
+    """
+    try:
+        found = sorted(
+            path
+            for path in root.iterdir()
+            if not is_clutter(path.name) and (path.is_dir() or path.suffix.lower() == ".zip")
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot read the folder {root}: {error.strerror or error}.") from error
+    if len(found) < 2:
+        raise ConfigError(
+            f"{root} holds {len(found)} folder(s) or zip(s): a stream needs a source and at least one target."
+        )
+    paths = dict(zip(_names(found), found, strict=True))
+    name = _name(root) or NAME
+    return replace(_spec(name, paths, order=None, recipe=RECIPE), needs_order=True)
+
+
+def from_file(path: Path) -> StreamSpec:
+    """The stream a TOML file describes.
+
+    Raises:
+        ConfigError: With every mistake in the file.
+    """
+    data = _read(path)
+    problems = [unknown(f"key in {path.name}", key, _KEYS) for key in data if key not in _KEYS]
+    domains, order, name, recipe = (data.get(key) for key in ("domains", "order", "name", "recipe"))
+    if not _is_texts(domains) or len(domains or {}) < 2:
+        problems.append(f"{path.name}: [domains] must name at least two folders or zips, e.g. day = 'pictures/day'.")
+    if not isinstance(order, list) or not all(isinstance(item, str) for item in order) or len(order) < 2:
+        problems.append(f"{path.name}: order must list at least two domains, the source first, e.g. ['day', 'night'].")
+    elif isinstance(domains, dict):
+        problems += [
+            unknown(f"domain in the order of {path.name}:", item, domains) for item in order if item not in domains
+        ]
+        problems += [f"{path.name}: the order names {n!r} twice." for n, c in Counter(order).items() if c > 1]
+    if name is not None and (not isinstance(name, str) or not name.strip()):
+        problems.append(f"{path.name}: name must be a text.")
+    sizes = RECIPE
+    if recipe is not None and not isinstance(recipe, dict):
+        problems.append(f"{path.name}: [recipe] must be a table of values.")
+    elif recipe:
+        sizes, mistakes = _sizes(recipe)
+        problems += [f"{path.name}, [recipe]: {mistake}" for mistake in mistakes]
+    paths = {}
+    if isinstance(domains, dict) and _is_texts(domains):
+        paths = {code: _place(path.parent, place, problems) for code, place in domains.items()}
+        problems += [f"{path.name}: two domains lie in {place}." for place in _twice(list(paths.values()))]
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(order, list)
+    return _spec(name or path.stem, paths, order=tuple(order), recipe=sizes)
+
+
+def _sizes(table: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe with the values of a table, and what is wrong with those."""
+    values, sizes = dict(_flat(table)), RECIPE
+    mistakes: list[str] = []
+    for change in (follow_backbone, override):
+        try:
+            sizes = change(sizes, values)
+        except ConfigError as error:
+            mistakes += error.problems
+    return sizes, mistakes
+
+
+def _place(folder: Path, place: str, problems: list[str]) -> Path:
+    """Where a domain lies that a file in ``folder`` names; if it is no path, ``problems`` is told."""
+    try:
+        if not place or "\0" in place:
+            raise RuntimeError
+        return folder / Path(place).expanduser()
+    except RuntimeError:  # ~name, and there is no such user
+        problems.append(f"{place!r} is no path of a folder or a zip.")
+        return Path(place or "''")  # unlike any other
+
+
+def _twice(paths: Sequence[Path]) -> list[str]:
+    """Places that several of the paths lead to."""
+    places = Counter(os.path.realpath(path) for path in paths if "\0" not in str(path))
+    return [place for place, count in places.items() if count > 1]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a mark
+    except OSError as error:
+        raise ConfigError(f"cannot read the stream file {path}: {error.strerror or error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML file: {error}.") from error
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _spec(name: str, paths: Mapping[str, Path], *, order: tuple[str, ...] | None, recipe: Recipe) -> StreamSpec:
+    def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
+        return load_domains({code: paths[code] for code in codes}, size, options)
+
+    return StreamSpec(
+        name=name,
+        title="own images",
+        domains={code: str(path) for code, path in paths.items()},
+        orders={"default": order or tuple(paths)},
+        recipe=recipe,
+        load=load,
+        values=NAME,
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """A name for every domain: of its folder or zip, with the folder above where two are called the same."""
+    plain = [_name(path) for path in paths]
+    twice = {name for name, count in Counter(plain).items() if count > 1}
+    names = [
+        f"{Path(os.path.realpath(path)).parent.name}/{n}" if n in twice else n
+        for n, path in zip(plain, paths, strict=True)
+    ]
+    again = [name for name, count in Counter(names).items() if count > 1]
+    if again:
+        raise ConfigError(f"two domains would be called {again[0]!r}: give them names in a .toml file.")
+    return names
+
+
+def _name(path: Path) -> str:
+    named = path if path.name not in ("", "..") else Path(os.path.realpath(path))
+    return (named.stem if named.suffix.lower() == ".zip" and not named.is_dir() else named.name) or str(named)

@@ -1,0 +1,267 @@
+"""The paper's benchmarks: its orders and sizes, and its images wherever a user has put them."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
+
+from helpers import ratp
+from ratp.errors import ConfigError, RatpError
+from ratp.plan import RunRequest, resolve
+from ratp.stream import DataOptions
+from ratp.streams import STREAMS, load_stream
+from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS
+
+SHARED = Path(__file__).parents[3] / "shared"
+TEN = tuple("0123456789")
+DIGIT_DOMAINS = ("mnist", "mnist_m", "svhn", "syn", "usps")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RATP_DATA", raising=False)
+
+
+def shared(name):
+    path = SHARED / name
+    return path if path.exists() else pytest.skip(f"no {path}")
+
+
+class TestOrders:
+    @pytest.mark.parametrize(("spec", "paper"), [(DIGITS, "Digits"), (PACS, "PACS"), (DOMAINNET10, "DomainNet")])
+    def test_they_are_the_papers(self, spec, paper):
+        tables = json.loads(shared("paper/tables.json").read_text())
+        main = dict(zip(("default", "reverse"), (table["order"] for table in tables["main"][paper]), strict=False))
+        assert {name: list(order) for name, order in spec.orders.items()} == {**main, **tables["domain_orders"][paper]}
+
+    @pytest.mark.parametrize("spec", [DIGITS, PACS, DOMAINNET10], ids=lambda spec: spec.name)
+    def test_each_has_all_domains_and_is_found_by_its_name(self, spec):
+        for name, order in spec.orders.items():
+            assert sorted(order) == sorted(spec.domains)
+            assert resolve(RunRequest(spec.name, order=name, weights="none")).order == order
+
+
+class TestRecipes:
+    @pytest.mark.parametrize(
+        ("spec", "row"), [(DIGITS, "Digits"), (PACS, "PACS"), (DOMAINNET10, "DomainNet-10")], ids=["d", "p", "n"]
+    )
+    def test_sizes_are_the_papers(self, spec, row):
+        text = shared("docs/METHODS.md").read_text()
+        (cells,) = re.findall(rf"^\| {row} \|(.+)\|$", text, flags=re.M)
+        _, size, _, hidden, dim, classes, batch, length, lr = (cell.strip() for cell in cells.split("|"))
+        recipe = spec.recipe
+        assert f"3×{recipe.size}×{recipe.size}" == size
+        assert (recipe.network.hidden, recipe.network.dim, recipe.batch) == (int(hidden), int(dim), int(batch))
+        assert (f"{recipe.epochs} × {recipe.steps}", recipe.lr) == (length, float(lr))
+        assert len(CLASSES[spec.name]) == int(classes)
+        assert recipe.network.backbone == ("dtn" if row == "Digits" else "resnet50")
+        assert (recipe.memory, recipe.hold_out) == (200, 0)
+
+    def test_training_images_change_as_in_the_published_code(self):
+        colours = {"brightness": 0.3, "contrast": 0.3, "saturation": 0.3, "hue": 0.3, "greyscale": 0.1}
+        shapes = {"crop": True, "crop_scale_min": 0.7, "crop_scale_max": 1.0, "flip": 0.5}
+        off = dict.fromkeys(colours, 0)
+        expected = [
+            (DIGITS, ({**off, "crop": False, "flip": 0},) * 2),
+            (PACS, ({**colours, **shapes},) * 2),
+            (DOMAINNET10, ({**colours, **shapes}, {**off, **shapes})),
+        ]
+        for spec, both in expected:
+            for transform, values in zip(
+                (spec.recipe.source_transform, spec.recipe.target_transform), both, strict=True
+            ):
+                assert {name: getattr(transform, name) for name in values} == values
+
+
+CLASSES = {
+    "digits": TEN,
+    "pacs": ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
+    "domainnet10": (
+        *("dog", "golf_club", "shoe", "snowman", "spreadsheet"),
+        *("squirrel", "table", "tiger", "tree", "whale"),
+    ),
+}
+FILES = {
+    "digits": ("digits", dict(zip(("MT", "MM", "SN", "SD", "US"), DIGIT_DOMAINS, strict=True))),
+    "pacs": ("pacs", {"P": "photo", "A": "art_painting", "C": "cartoon", "S": "sketch"}),
+    "domainnet10": (
+        "domainnet",
+        {"Qu": "quickdraw", "Cl": "clipart", "Pa": "painting", "In": "infograph", "Sk": "sketch", "Re": "real"},
+    ),
+}
+
+
+def made(stream, layout, root="data", classes=None):
+    """Small images of all domains of a benchmark in its layout."""
+    data_set, domains = FILES[stream]
+    for k, (code, name) in enumerate(domains.items()):
+        files = images(classes or CLASSES[stream], seed=k)
+        if layout == "zips":
+            zipped(Path(root) / data_set / f"{name}.zip", files, inside=f"{name}/")
+        elif layout == "folders":
+            put(Path(root) / data_set / name, files)
+        elif layout == "beside":
+            put(Path(root) / name, files)
+        else:
+            zipped(Path(root) / f"{name}.zip", files)
+        del code
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        ("stream", "layout"),
+        [("digits", layout) for layout in ("zips", "folders", "beside", "zips beside")]
+        + [("pacs", "zips"), ("domainnet10", "folders")],
+    )
+    def test_images_are_found_in_every_layout(self, stream, layout):
+        made(stream, layout)
+        spec = STREAMS[stream]
+        order = spec.orders["default"]
+        loaded = spec.load(order, 16, DataOptions())
+        assert tuple(item.domain.name for item in loaded) == order
+        for item in loaded:
+            assert item.domain.classes == CLASSES[stream]
+            assert item.domain.labels.tolist() == [k for k in range(len(CLASSES[stream])) for _ in range(3)]
+            assert item.domain.images.shape[2:] == (16, 16)
+            assert (item.notes, item.origin) == ((), None)
+
+    def test_codes_are_those_domains(self):
+        made("digits", "folders")
+        source, *_, last = load_stream("digits", "US>MT", subset=True).fingerprints.items()
+        direct = STREAMS["digits"].load(["MT", "US"], 32, DataOptions())
+        assert source == ("US", direct[1].domain.fingerprint())
+        assert last == ("MT", direct[0].domain.fingerprint())
+
+    def test_a_zip_is_what_ratp_puts_there_so_it_comes_first(self):
+        made("digits", "zips")
+        put(Path("data/mnist"), images(("north",)))
+        assert load_stream("digits").order[0] == "MT"
+
+    def test_an_order_may_name_some(self):
+        for name in ("mnist", "usps"):
+            put(Path("data") / name, images(TEN))
+        stream = load_stream("digits", "US>MT", subset=True)
+        assert (stream.order, len(stream.source), len(stream.targets[0])) == (("US", "MT"), 20, 30)
+
+    def test_a_class_that_no_image_has(self):
+        made("digits", "folders", classes=TEN[:9])
+        stream = load_stream("digits")
+        assert stream.classes == TEN
+        assert "MT: no images of 9, so that cannot be learnt." in stream.notes
+
+    def test_all_345_classes_of_domainnet(self):
+        """As published and unpacked by hand: the ten of the paper can be taken."""
+        made("domainnet10", "folders", classes=("aircraft_carrier", *CLASSES["domainnet10"], "zigzag"))
+        with pytest.raises(ConfigError) as caught:
+            STREAMS["domainnet10"].load(["Qu", "Sk"], 16, DataOptions())
+        assert len(caught.value.problems) == 2
+        assert "'aircraft_carrier' (3 images)" in caught.value.problems[0]
+        assert "--extra-classes drop" in caught.value.problems[0]
+        loaded = STREAMS["domainnet10"].load(["Qu", "Sk"], 16, DataOptions(extra_classes="drop"))
+        for item in loaded:
+            assert item.domain.classes == CLASSES["domainnet10"]
+            assert item.domain.labels.bincount().tolist() == [3] * 10
+            assert "aircraft_carrier (3), zigzag (3)" in item.notes[0]
+
+    def test_a_flat_source(self):
+        made("digits", "folders")
+        put(Path("flat/mnist"), images(TEN, flat=True))
+        put(Path("flat/usps"), images(TEN))
+        with pytest.raises(RatpError, match="'MT' has no labels"):
+            load_stream("digits", "MT>US", subset=True, options=DataOptions(Path("flat")))
+
+
+class TestFolder:
+    def run(self, *words):
+        return ratp("run", "digits", "--order", "MT>US", "--subset", "--out", "run", *OPTIONS, *words)
+
+    @pytest.fixture
+    def elsewhere(self):
+        for k, name in enumerate(("mnist", "usps")):
+            put(Path("elsewhere/digits") / name, images(TEN, seed=k))
+        return "elsewhere"
+
+    def test_it_is_given(self, elsewhere):
+        worked(self.run("--method", "source-only", "--data", elsewhere))
+
+    def test_it_is_in_the_environment(self, elsewhere, monkeypatch):
+        monkeypatch.setenv("RATP_DATA", elsewhere)
+        worked(self.run("--method", "source-only"))
+        refused(self.run("--out", "other", "--data", "nowhere"), "not in nowhere", out="other")
+
+    def test_text_will_do_from_python(self, elsewhere):
+        assert load_stream("digits", "MT>US", subset=True, options=DataOptions(elsewhere)).order == ("MT", "US")
+
+    def test_nothing_there(self):
+        message = refused(self.run(), "domain mnist of digits is not in data", "domain usps of digits")
+        for told in ("digits/mnist.zip", "--data FOLDER", "RATP_DATA", "ratp data get digits"):
+            assert told in message
+
+    def test_something_missing(self, elsewhere):
+        message = refused(ratp("run", "digits", "--data", elsewhere, "--out", "run", "--device", "cpu"))
+        assert len(message.splitlines()) == 3
+        assert all(f"domain {name} of digits" in message for name in ("mnist_m", "svhn", "syn"))
+
+    def test_images_lie_elsewhere_and_the_run_goes_on(self, elsewhere):
+        worked(self.run("--method", "source-only", "--data", elsewhere))
+        Path(elsewhere).rename("moved")
+        assert "complete already" in worked(self.run("--method", "source-only", "--data", "moved")).err
+
+    def test_it_can_be_shown(self, elsewhere):
+        words = ("--order", "US>MT", "--data", elsewhere, "--out", "sheet.png", "--json")
+        shown = json.loads(worked(ratp("streams", "show", "digits", *words)).out)
+        assert [(d["domain"], d["images"]) for d in shown["domains"]] == [("US", 30), ("MT", 30)]
+
+
+class TestRebuilt:
+    def test_it_is_told_wherever_it_could_be_mistaken(self):
+        from ratp.data.formats.canonical import origin
+
+        made("digits", "zips")
+        path = Path("data/digits/usps.zip")
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.comment = json.dumps({"rebuilt": True, "recipe": "usps 1", "seed": 3}).encode()
+        assert origin(path) == "rebuilt: usps 1, seed 3"
+        result = worked(
+            ratp("run", "digits", "--order", "MT>US", "--subset", "--out", "run", "-m", "source-only", *OPTIONS)
+        )
+        assert "note: US is not the published data: rebuilt: usps 1, seed 3" in result.err
+        assert config_of()["origins"] == {"US": "rebuilt: usps 1, seed 3"}
+        report = worked(ratp("report", "run"))
+        for text in (result.out, report.out, Path("run/report/report.md").read_text()):
+            assert "US: rebuilt: usps 1, seed 3" in " ".join(text.split())
+
+
+class TestRealImages:
+    @pytest.mark.parametrize("name", DIGIT_DOMAINS)
+    def test_numbers_of_images(self, name):
+        from ratp.data.tree import open_tree
+
+        tree = open_tree(shared(f"data/digits/{name}.zip"))
+        assert len(tree.files) == (9_298 if name == "usps" else 20_000)
+        assert tree.classes == TEN
+
+    def test_a_copy_of_syn_that_was_made_again_is_known(self):
+        """By the hash of its files, since nothing in it says so."""
+        folder = shared("data/digits")
+        data = fake_with(folder / "syn.zip")
+        words = ("--order", "SD>MT", "--subset", "--data", data, "--out", "run", "-m", "source-only")
+        result = worked(ratp("run", "digits", *words, *OPTIONS))
+        assert "SD is not the published data: regenerated SYN" in result.err
+        assert "regenerated SYN" in config_of()["origins"]["SD"]
+        assert "regenerated SYN" in " ".join(result.out.split())
+
+
+def fake_with(archive):
+    """A data folder with one real domain, and a made one to go with it."""
+    folder = Path("real/digits")
+    folder.mkdir(parents=True)
+    (folder / archive.name).symlink_to(archive)
+    zipped(folder / "mnist.zip", images(TEN))
+    return folder.parent

@@ -1,0 +1,394 @@
+"""Streams of one's own: paths on the command line, a folder of domains, a TOML file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folders, worked, zipped
+
+from helpers import TINY, ratp
+from ratp.cli.loading import spread_targets
+from ratp.errors import ConfigError
+from ratp.plan import RunRequest, resolve
+from ratp.streams import find_stream, load_stream
+from ratp.streams.own import RECIPE, from_file, from_paths, from_root
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for k, name in enumerate(("day", "rain", "night")):
+        put(Path(name), images(seed=k))
+
+
+def run(*words):
+    return ratp("run", *words, "--out", "run", "--method", "source-only", *OPTIONS)
+
+
+def order():
+    return config_of()["order"]
+
+
+class TestPaths:
+    def test_targets_are_spread_over_words(self):
+        worked(run("folders", "--source", "day", "--targets", "night", "rain"))
+        assert order() == ["day", "night", "rain"]
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["folders", "--targets", "night", "rain", "--source", "day"],
+            ["--source", "day", "--targets", "night", "--targets", "rain", "--seed", "1", "folders"],
+            ["folders", "--source=day", "--targets=night", "--targets=rain"],
+            ["folders", "--source", "./day/", "--targets", "./night/", "../{here}/rain"],
+        ],
+    )
+    def test_however_they_are_given(self, words, tmp_path):
+        worked(run(*(word.format(here=tmp_path.name) for word in words)))
+        assert order() == ["day", "night", "rain"]
+
+    @pytest.mark.parametrize(
+        ("words", "spread"),
+        [
+            ("--targets a b c", "--targets a --targets b --targets c"),
+            ("--targets a b --seed 1 x", "--targets a --targets b --seed 1 x"),
+            ("--targets a --targets b c", "--targets a --targets b --targets c"),
+            ("--targets --seed 1", "--targets --seed 1"),
+            ("run folders --source a", "run folders --source a"),
+            ("", ""),
+        ],
+    )
+    def test_words_as_the_parser_takes_them(self, words, spread):
+        assert spread_targets(words.split()) == spread.split()
+
+    def test_an_order_may_be_asked_for(self):
+        worked(run("folders", "--source", "day", "--targets", "night", "rain", "--order", "night>day>rain"))
+        assert order() == ["night", "day", "rain"]
+
+    def test_no_target(self):
+        refused(run("folders", "--source", "day"), "at least one target", "--targets RAIN NIGHT")
+        assert run("folders", "--source", "day", "--targets").code == 2
+
+    def test_no_source(self):
+        refused(run("folders", "--targets", "day"), "--source DAY --targets")
+        refused(run("folders"), "--source DAY --targets")
+
+    @pytest.mark.parametrize("words", [["--source", "day"], ["--targets", "night"]])
+    def test_they_belong_to_no_other_stream(self, words):
+        refused(run("demo", *words), "belong to the stream folders", "'demo'")
+
+    @pytest.mark.parametrize("again", ["day", "./day", "day/../day", "link"])
+    def test_the_same_folder_twice(self, again):
+        Path("link").symlink_to("day")
+        refused(run("folders", "--source", "day", "--targets", "night", again), "day is given twice")
+
+    def test_equal_names_in_different_parents(self):
+        for k, name in enumerate(("yard/night", "roof/night", "yard/dusk")):
+            put(Path(name), images(seed=5 + k))
+        worked(run("folders", "--source", "yard/dusk", "--targets", "yard/night", "roof/night", "day"))
+        assert order() == ["dusk", "yard/night", "roof/night", "day"]
+
+    def test_equal_names_in_equal_parents(self):
+        for k, name in enumerate(("a/yard/night", "b/yard/night")):
+            put(Path(name), images(seed=5 + k))
+        refused(run_folders("day", "a/yard/night", "b/yard/night"), "'yard/night'", ".toml")
+
+    def test_a_folder_and_its_zip_are_called_the_same(self):
+        zipped(Path("day.zip"), images())
+        refused(run_folders("day", "day.zip"), "two domains would be called", ".toml")
+
+    def test_they_are_called_as_they_are_written(self):
+        """What a link is called, not what it leads to."""
+        Path("today").symlink_to("day")
+        worked(run("folders", "--source", "today", "--targets", "night"))
+        assert order() == ["today", "night"]
+
+    def test_the_folder_one_stands_in(self, tmp_path, monkeypatch):
+        monkeypatch.chdir("day")
+        worked(run("folders", "--source", ".", "--targets", "../night"))
+        assert order() == ["day", "night"]
+
+    @pytest.mark.parametrize("name", ["a>b", "a, b", "a → b", " "])
+    def test_names_that_look_like_an_order(self, name):
+        put(Path(f"./{name}"), images(seed=7))
+        worked(run("folders", "--source", "day", "--targets", f"./{name}"))
+        assert order() == ["day", name]
+
+    def test_a_comma_in_a_name_can_be_ordered(self):
+        put(Path("a, b"), images(seed=7))
+        worked(run("folders", "--source", "day", "--targets", "a, b", "night", "--order", "night > day > a, b"))
+        assert order() == ["night", "day", "a, b"]
+
+    def test_text_will_do_from_python(self):
+        request = RunRequest("folders", source="day", targets=["night", "rain"], weights="none")
+        assert resolve(request).order == ("day", "night", "rain")
+        assert resolve(RunRequest("folders", source="day", targets="night", weights="none")).order == ("day", "night")
+
+    def test_each_request_has_a_folder_of_its_own(self):
+        words = ["--method", "source-only", *OPTIONS, "--quiet"]
+        for targets in (["night"], ["rain"], ["night", "rain"]):
+            worked(ratp("run", "folders", "--source", "day", "--targets", *targets, *words))
+        assert len(list(Path("runs").iterdir())) == 3
+
+    def test_all_mistakes_come_at_once(self):
+        message = refused(
+            run("folders", "--source", "day", "--on-bad-image", "x", "--extra-classes", "y", "--seed", "z")
+        )
+        assert len(message.splitlines()) == 4
+
+
+class TestRoot:
+    @pytest.fixture
+    def yard(self):
+        put(Path("yard/.git"), {"x": b""})
+        put(Path("yard"), {"notes.txt": b"x"})
+        put(Path("yard/rain"), images(seed=2))
+        put(Path("yard/day"), images())
+        zipped(Path("yard/night.zip"), images(seed=1))
+        return Path("yard")
+
+    def test_it_needs_an_order(self, yard):
+        refused(run("yard"), "in which order", "--order 'day>night>rain'")
+
+    def test_with_one_it_is_a_stream(self, yard):
+        worked(run("./yard/", "--order", "rain>day>night"))
+        assert (order(), config_of()["stream"]) == (["rain", "day", "night"], "yard")
+
+    def test_domains_may_be_left_out(self, yard):
+        refused(run("yard", "--order", "day>rain"), "leaves out night", "--subset")
+        worked(run("yard", "--order", "day>rain", "--subset"))
+        assert order() == ["day", "rain"]
+
+    def test_a_misspelt_domain(self, yard):
+        refused(run("yard", "--order", "day>night>rian"), "unknown domain 'rian'", "Did you mean 'rain'?")
+
+    def test_too_few_domains(self):
+        Path("one/day").mkdir(parents=True)
+        refused(run("one"), "one holds 1 folder(s) or zip(s)", "at least one target")
+
+    def test_the_folder_one_stands_in(self, yard, monkeypatch):
+        monkeypatch.chdir(yard)
+        assert from_root(Path()).name == "yard"
+
+    def test_it_can_be_shown(self, yard):
+        result = worked(ratp("streams", "show", "yard", "--out", "sheet.png"))
+        assert all(name in result.out for name in ("rain", "day", "night"))
+        assert Path("sheet.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_domain_without_labels_can_be_shown(self, yard):
+        put(Path("yard/wild"), images(seed=4, flat=True))
+        shown = json.loads(worked(ratp("streams", "show", "yard", "--json")).out)["domains"]
+        assert [(d["domain"], d["images"]) for d in shown] == [("day", 12), ("night", 12), ("rain", 12), ("wild", 12)]
+
+    def test_some_domains_can_be_shown(self, yard):
+        """The first one without labels is no source, so another must come first."""
+        put(Path("yard/a"), images(seed=4, flat=True))
+        refused(ratp("streams", "show", "yard"), "'a' has no labels")
+        shown = json.loads(worked(ratp("streams", "show", "yard", "--order", "rain>a", "--json")).out)["domains"]
+        assert [d["domain"] for d in shown] == ["rain", "a"]
+
+    def test_what_is_left_out_of_a_sheet_is_told(self, yard):
+        put(yard, {"rain/cloud/0.png": images()["north/0.png"]})
+        assert "cloud (1)" in worked(ratp("streams", "show", "yard")).err
+
+    @pytest.mark.parametrize("name", ["folders", "x" * 300, "nowhere", "day/north/0.png"])
+    def test_what_is_no_stream(self, name):
+        refused(ratp("streams", "show", name), "folder of domains")
+
+
+def toml(text, path="yard.toml"):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+    return path
+
+
+GOOD = """
+order = ["day", "night"]
+[domains]
+day = "day"
+night = "night"
+"""
+
+
+def mistakes(text):
+    with pytest.raises(ConfigError) as caught:
+        from_file(Path(toml(text)))
+    return caught.value.problems
+
+
+class TestFile:
+    def test_it_runs(self):
+        toml('name = "garden"\n' + GOOD)
+        worked(run("yard.toml"))
+        assert (order(), config_of()["stream"]) == (["day", "night"], "garden")
+
+    def test_paths_are_relative_to_the_file(self, monkeypatch, tmp_path):
+        toml(GOOD.replace('"day"\n', '"../day"\n').replace('"night"\n', f'"{tmp_path}/night"\n'), "etc/yard.toml")
+        worked(run("etc/yard.toml"))
+        Path("elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+        spec = find_stream("../etc/yard.toml")
+        assert [item.domain.name for item in spec.load(["day", "night"], 32, resolve(RunRequest()).data)] == [
+            "day",
+            "night",
+        ]
+
+    def test_names_are_the_users(self):
+        toml('order = ["sun", "a > b"]\n[domains]\nsun = "day"\n"a > b" = "night"\n')
+        worked(run("yard.toml"))
+        assert order() == ["sun", "a > b"]
+
+    def test_domains_may_wait(self):
+        """Named, and not in the order: they need not even exist."""
+        toml(GOOD + 'later = "nowhere"\n')
+        worked(run("yard.toml"))
+        assert order() == ["day", "night"]
+
+    def test_another_order_may_be_asked_for(self):
+        toml(GOOD + 'rain = "rain"\n')
+        worked(run("yard.toml", "--order", "rain>day>night"))
+        assert order() == ["rain", "day", "night"]
+
+    def test_a_mark_at_its_beginning(self):
+        assert from_file(Path(toml("\ufeff" + GOOD))).name == "yard"
+
+    def test_values_of_the_recipe(self):
+        toml(
+            GOOD
+            + """
+            [recipe]
+            size = 48
+            lr = 0.25
+            std = [1, 2, 3]
+            network.hidden = 7
+            [recipe.target_transform]
+            flip = 0.25
+            """
+        )
+        recipe = from_file(Path("yard.toml")).recipe
+        assert (recipe.size, recipe.lr, recipe.std) == (48, 0.25, (1.0, 2.0, 3.0))
+        assert (recipe.network.hidden, recipe.target_transform.flip) == (7, 0.25)
+        assert recipe.batch == RECIPE.batch
+
+    def test_a_backbone_brings_its_usual_values(self):
+        toml(GOOD + '[recipe]\nnetwork.backbone = "dtn"\nnetwork.dim = 9\n')
+        recipe = from_file(Path("yard.toml")).recipe
+        assert (recipe.size, recipe.mean, recipe.network.hidden) == (32, (0.5, 0.5, 0.5), 256)
+        assert recipe.network.dim == 9
+        assert resolve(RunRequest("yard.toml")).changed == {}
+
+    def test_what_is_asked_for_beats_the_file(self):
+        toml(GOOD + '[recipe]\nnetwork.backbone = "dtn"\nepochs = 9\nsteps = 8\n')
+        plan = resolve(RunRequest("yard.toml", changes={"epochs": 2}))
+        assert (plan.recipe.epochs, plan.recipe.steps, plan.changed) == (2, 8, {"epochs": 2})
+
+    def test_every_mistake_comes_at_once(self):
+        told = mistakes(
+            """
+            nmae = "x"
+            name = 3
+            order = ["day", "nihgt", "day"]
+            [domains]
+            day = "day"
+            night = "~nobody-of-that-name/x"
+            again = "./day"
+            [recipe]
+            size = 0
+            epoch = 3
+            mean = [1, 2]
+            lr = 2024-05-05
+            network.backbone = "resnet51"
+            network.width = "wide"
+            """
+        )
+        assert len(told) == 12
+        text = "\n".join(told)
+        for words in (
+            "key in yard.toml 'nmae'. Did you mean 'name'?",
+            "name must be a text",
+            "'nihgt'. Did you mean 'night'?",
+            "names 'day' twice",
+            "'~nobody-of-that-name/x' is no path",
+            "two domains lie in",
+            "size must be at least 1",
+            "Did you mean 'epochs'?",
+            "mean must be a list of 3",
+            "lr must be a number",
+            "Did you mean 'resnet50'?",
+            "network.width must be a number",
+        ):
+            assert words in text, text
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("", ["[domains] must name", "order must list"]),
+            ('order = "day>night"\n[domains]\nday = "day"\nnight = "night"', ["order must list"]),
+            ('order = ["day"]\n[domains]\nday = "day"\nnight = "night"', ["order must list at least two"]),
+            ('order = ["day", 3]\n[domains]\nday = "day"\nnight = "night"', ["order must list"]),
+            ('order = ["day", "night"]\ndomains = ["day", "night"]', ["[domains] must name"]),
+            ('order = ["day", "night"]\n[domains]\nday = 1\nnight = "night"', ["[domains] must name"]),
+            ('order = ["day", "night"]\n[domains.day]\npath = "day"\n[domains.night]\n', ["[domains] must name"]),
+            (f"recipe = 3\n{GOOD}", ["[recipe] must be a table"]),
+            (f"name = ' '\n{GOOD}", ["name must be a text"]),
+            (GOOD.replace('"day"\n', '""\n'), ["'' is no path"]),
+            (GOOD.replace('"day"\n', '"a\\u0000b"\n'), ["is no path"]),
+            (f"{GOOD}[recipe]\nnetwork = 3", ["unknown switch 'network'"]),
+            (f"{GOOD}[recipe]\nsize.x = 3", ["unknown switch 'size.x'"]),
+        ],
+    )
+    def test_mistakes(self, text, told):
+        problems = mistakes(text)
+        assert len(problems) == len(told), problems
+        for problem, words in zip(problems, told, strict=True):
+            assert words in problem
+
+    def test_mistakes_of_file_and_command_line_come_at_once(self):
+        toml(GOOD + "[recipe]\nsize = 0\n")
+        message = refused(run("yard.toml", "--seed", "x"), "size must be", "seed must be")
+        assert len(message.splitlines()) == 2
+
+    @pytest.mark.parametrize("data", [b"order = [", b"\xff\xfe\x00", b"a = 1\na = 2", b"PK\x03\x04"])
+    def test_what_is_no_toml(self, data):
+        Path("yard.toml").write_bytes(data)
+        refused(run("yard.toml"), "yard.toml is no TOML file")
+
+    def test_a_file_that_is_not_there(self):
+        refused(run("yrad.toml"), "yrad.toml", "No such file")
+
+    def test_a_folder_called_like_one(self):
+        Path("yard.toml").mkdir()
+        refused(run("yard.toml"), "yard.toml", "Is a directory")
+
+    def test_a_domain_that_is_not_there(self):
+        toml(GOOD.replace('"night"\n', '"pictures/night"\n'))
+        refused(run("yard.toml"), "pictures/night does not exist")
+
+    def test_a_name_that_is_a_path(self):
+        toml('name = "../../out [x]"\n' + GOOD)
+        worked(ratp("run", "yard.toml", "--method", "source-only", *OPTIONS))
+        (folder,) = Path("runs").iterdir()
+        assert folder.name.startswith("_.._out__x_-source-only-2022-")
+        worked(ratp("report", folder, "--export", "results", "--quiet"))
+        assert [path.name for path in Path("results").iterdir()] == ["_.._out__x_-source-only-2022.json"]
+
+    def test_it_loads_from_python(self):
+        toml(GOOD + "[recipe]\nsize = 16\n")
+        stream = load_stream("yard.toml")
+        assert (stream.order, stream.image_size) == (("day", "night"), (16, 16))
+
+
+class TestRecipe:
+    def test_without_words_it_is_that_of_photographs(self):
+        spec = from_paths(Path("day"), [Path("night")])
+        assert (spec.recipe.size, spec.recipe.network.backbone) == (224, "resnet50")
+
+    def test_values_of_methods_are_those_for_own_folders(self):
+        plan = resolve(RunRequest("folders", source="day", targets=["night"], changes=TINY_DTN))
+        assert plan.spec.values == "folders"
+        assert plan.recipe.size == 32
+
+
+TINY_DTN = {"network.backbone": DTN[1].partition("=")[2], **TINY}

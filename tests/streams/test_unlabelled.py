@@ -1,0 +1,234 @@
+"""Targets without labels, which is what targets are: a whole run, its report and its predictions."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+from own_images import OPTIONS, images, put, run_folders, worked
+
+from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tensors, tensors_of, toy_domains
+from ratp.domain import UnlabelledDomain
+from ratp.plan import RunRequest, resolve
+from ratp.run import Run, StageStarted
+from ratp.stream import make_stream
+
+WILD = ["wild", "sea"]
+
+
+def make(folder):
+    put(folder / "day", images())
+    put(folder / "night", images(seed=1))
+    put(folder / "wild", images(seed=2, flat=True))
+    put(folder / "sea", {f"deep/{name}": data for name, data in images(seed=3, flat=True).items()})
+    shutil.move(folder / "sea" / "deep", folder / "sea" / "sea")  # one more folder around them, as in a zip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a complete run of RaTP over labelled and unlabelled targets, and one over unlabelled ones."""
+    folder = tmp_path_factory.mktemp("unlabelled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make(folder)
+        more = ("--probe", "--set", "randmix.kernel_sizes=3,5")
+        result = worked(run_folders("day", "wild", "night", "sea", method="ratp", more=more))
+        Path("shown.txt").write_text(result.out + result.err)
+        worked(run_folders("day", *WILD, out="all", more=("--probe",)))
+    return folder
+
+
+@pytest.fixture
+def here(finished, monkeypatch):
+    """The folder, to be looked at."""
+    monkeypatch.chdir(finished)
+    return finished
+
+
+@pytest.fixture
+def mine(finished, tmp_path, monkeypatch):
+    """A copy of the folder, to be changed."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, "copy", symlinks=True)
+    monkeypatch.chdir("copy")
+    return Path.cwd()
+
+
+def rows_of(name, run="run"):
+    with Path(f"{run}/predictions-{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class TestRun:
+    def test_they_have_no_accuracy(self, here):
+        matrix = json.loads(Path("run/matrix.json").read_text())
+        assert matrix["domains"] == ["day", "wild", "night", "sea"]
+        for row in matrix["accuracy"]:
+            assert [value is None for value in row] == [False, True, False, True]
+
+    def test_and_no_metric(self, here):
+        metrics = json.loads(Path("run/matrix.json").read_text())["metrics"]
+        assert {name: sorted(metric["domains"]) for name, metric in metrics.items()} == {
+            "TDG": ["night"],
+            "TDA": ["day", "night"],
+            "FA": ["day", "night"],
+        }
+        tda = metrics["TDA"]["domains"]
+        assert metrics["TDA"]["average"] == pytest.approx((tda["day"] + tda["night"]) / 2)
+
+    def test_they_are_trained_on_like_any_other(self, here):
+        stages = {event["domain"]: event for event in journal_of(Path("run"), "stage_started")}
+        assert stages["wild"]["steps"] == stages["night"]["steps"] > 0
+        assert stages["wild"]["images"] == stages["sea"]["images"] == 12
+
+    def test_nothing_of_them_is_probed(self, here):
+        assert {event["domain"] for event in journal_of(Path("run"), "probe")} == {"day", "night"}
+
+    def test_it_is_said(self, here):
+        assert "note: no labels, so no accuracy: wild, sea" in Path("shown.txt").read_text()
+
+    def test_all_of_them(self, here):
+        matrix = json.loads(Path("all/matrix.json").read_text())
+        assert [row[1:] for row in matrix["accuracy"]] == [[None, None]] * 3
+        assert matrix["metrics"]["TDG"] == {"domains": {}, "average": None}
+        assert math.isfinite(matrix["metrics"]["FA"]["average"])
+
+    def test_labels_of_others_make_no_difference(self, here, tmp_path):
+        """A flat folder of a labelled domain's files trains to the same weights."""
+        names = {f"{name}-{k}.png": f"{name}/{k}.png" for name in CLASSES for k in range(3)}
+        assert sorted(names) == sorted(images(flat=True))
+        put(tmp_path / "night", images(seed=1, flat=True))
+        more = ("--set", "randmix.kernel_sizes=3,5")
+        for target, out in (("night", "labelled"), (tmp_path / "night", "flat")):
+            worked(run_folders("day", target, out=tmp_path / out, method="ratp", more=more))
+        assert same_tensors(tensors_of(tmp_path / "labelled", "weights"), tensors_of(tmp_path / "flat", "weights"))
+
+    def test_json_is_json(self, here):
+        words = ("--source", "day", "--targets", "wild", "night", "sea", "--out", "run", "--json")
+        result = worked(ratp("run", "folders", *words, *OPTIONS, "--set", "randmix.kernel_sizes=3,5"))
+        assert json.loads(result.out)["matrix"]["accuracy"][0][1] is None
+        assert result.err == ""
+
+
+class TestPredictions:
+    @pytest.mark.parametrize("name", WILD)
+    def test_every_file_once_with_a_class_of_the_source(self, here, name):
+        rows = rows_of(name)
+        assert [row["file"] for row in rows] == sorted(images(flat=True))
+        assert {row["class"] for row in rows} <= set(CLASSES)
+        assert all(1 / len(CLASSES) <= float(row["confidence"]) <= 1 for row in rows)
+
+    def test_only_for_those_without_labels(self, here):
+        assert sorted(path.name for path in Path("run").glob("*.csv")) == [
+            "predictions-sea.csv",
+            "predictions-wild.csv",
+        ]
+
+    def test_they_are_those_of_the_final_model(self, here):
+        request = RunRequest(
+            "folders",
+            source="day",
+            targets=("wild", "night", "sea"),
+            changes=dict(word.split("=") for word in [*OPTIONS, "randmix.kernel_sizes=3,5"] if "=" in word),
+            device="cpu",
+        )
+        run = Run(resolve(request), "run")
+        list(run.events())
+        logits = run.method.predict(run.stream.targets[0].images)
+        classes = [run.stream.classes[k] for k in logits.argmax(dim=1).tolist()]
+        assert [row["class"] for row in rows_of("wild")] == classes
+
+    def test_the_user_is_told_where_they_are(self, here):
+        assert "Predictions: run/predictions-wild.csv" in Path("shown.txt").read_text()
+
+    def test_lost_ones_are_written_again(self, mine):
+        before = files_of(Path("all"))
+        Path("all/predictions-wild.csv").unlink()
+        worked(run_folders("day", *WILD, out="all"))
+        assert files_of(Path("all")) == before
+
+    def test_domains_made_in_python_count_their_images(self, tmp_path):
+        source, target, third = toy_domains()
+        stream = make_stream("own", [source, target.unlabelled(), third], 1)
+        assert stream.tests[1] is None
+        assert isinstance(stream.targets[0], UnlabelledDomain)
+        assert stream.fingerprints["mud"] == target.unlabelled().fingerprint()
+
+
+class TestResume:
+    def test_at_every_stage(self, mine):
+        whole = files_of(Path("all"))
+        for stages in (1, 2):
+            request = RunRequest(
+                "folders",
+                method="source-only",
+                source="day",
+                targets=WILD,
+                changes=dict(word.split("=") for word in OPTIONS if "=" in word),
+                device="cpu",
+            )
+            run = Run(resolve(request), f"part{stages}", probe=True)
+            for event in run.events():
+                if isinstance(event, StageStarted) and event.stage == stages:
+                    break
+            assert not list(Path(f"part{stages}").glob("predictions-*"))
+            worked(run_folders("day", *WILD, out=f"part{stages}", more=("--probe",)))
+            for name in ("matrix.json", "weights.safetensors", "predictions-wild.csv", "predictions-sea.csv"):
+                assert Path(f"part{stages}/{name}").read_bytes() == whole[name]
+            assert accuracy_of(Path(f"part{stages}")) == accuracy_of(Path("all"))
+
+
+class TestReport:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def report(finished):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return worked(ratp("report", finished / "run", finished / "all", "--out", finished / "report"))
+
+    def line(self, text, start):
+        return next(line for line in text.splitlines() if line.strip().startswith(start))
+
+    def test_on_the_terminal(self, report):
+        assert self.line(report.out, "after wild").count("–") == 2
+        assert self.line(report.out, "TDG").count("–") == 3
+        assert "nan" not in report.out.lower().replace("finance", "")
+
+    def test_in_markdown(self, report, here):
+        text = Path("report/report.md").read_text()
+        assert "nan" not in text
+        assert self.line(text, "| after night").count("–") == 2
+        assert "day > wild > night > sea" in text
+
+    def test_in_csv(self, report, here):
+        with Path("report/metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        empty = {(row["domain"], row["metric"]) for row in rows if row["value"] == ""}
+        assert empty == {("wild", "accuracy"), ("sea", "accuracy")}
+        assert all(math.isfinite(float(row["value"])) for row in rows if row["value"])
+
+    def test_in_latex(self, report, here):
+        text = Path("report/report.tex").read_text()
+        assert "nan" not in text
+        assert "& wild & -- \\\\" in text
+
+    def test_on_the_page(self, report, here):
+        page = Path("report/index.html").read_text()
+        assert ">nan<" not in page.lower()
+        assert page.count(">–</td>") >= 8
+
+    def test_as_plots(self, report, here):
+        for name in ("matrix", "curves", "unfamiliar", "matrix-2", "curves-2"):
+            assert Path(f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "nan" not in Path("report/matrix.svg").read_text().lower().replace("nano", "")
+
+    def test_from_an_exported_result(self, report, here, tmp_path):
+        worked(ratp("report", "all", "--export", tmp_path / "results", "--out", tmp_path / "a", "-q"))
+        (result,) = (tmp_path / "results").iterdir()
+        again = worked(ratp("report", result, "--out", tmp_path / "b"))
+        assert self.line(again.out, "after wild").count("–") == 2
