@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ratp.config import as_dict, switches
+from ratp.matrix import Metric
 from ratp.methods.ratp import RaTP
 from ratp.plan import preset_config
 from ratp.record import read_run
@@ -40,11 +41,54 @@ def switch_table() -> str:
     return "\n".join(lines)
 
 
+# What the paper prints for RaTP on its main orders (Deja Vu, ICLR 2023, tables 1 to 3): by stream and order.
+PAPER: dict[tuple[str, str], dict[Metric, dict[str, float]]] = {
+    ("digits", "MT>MM>SN>SD>US"): {
+        "TDG": {"MM": 86.8, "SN": 43.7, "SD": 67.5, "US": 90.1, "average": 72.0},
+        "TDA": {"MT": 99.4, "MM": 90.2, "SN": 69.1, "SD": 81.8, "US": 93.4, "average": 86.8},
+        "FA": {"MT": 95.4, "MM": 82.1, "SN": 70.5, "SD": 81.3, "average": 82.3},
+    },
+    ("pacs", "P>A>C>S"): {
+        "TDG": {"A": 73.9, "C": 53.1, "S": 60.7, "average": 62.6},
+        "TDA": {"P": 99.5, "A": 87.5, "C": 75.1, "S": 67.1, "average": 82.3},
+        "FA": {"P": 97.9, "A": 87.8, "C": 73.0, "average": 86.2},
+    },
+    ("pacs", "S>C>A>P"): {
+        "TDG": {"C": 69.6, "A": 68.7, "P": 83.0, "average": 73.8},
+        "TDA": {"S": 96.5, "C": 77.1, "A": 87.7, "P": 97.3, "average": 89.7},
+        "FA": {"S": 94.0, "C": 80.8, "A": 87.7, "average": 87.5},
+    },
+}
+
+
+def benchmark_table() -> str:
+    """RaTP on the paper's orders, each number with the paper's beside it."""
+    blocks = []
+    for (stream, order), printed in PAPER.items():
+        files = sorted((ROOT / "results" / stream).glob("ratp*.json"))
+        found = [run for run in map(read_run, files) if ">".join(run.matrix.domains) == order]
+        if not found:
+            blocks.append(f"**{stream}, {order}**: not run yet.")
+            continue
+        names = [*found[0].matrix.domains, "average"]
+        lines = [f"| {stream}, {order} | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+        for metric, paper in printed.items():
+            ours = found[0].matrix.metric(metric) | {"average": found[0].matrix.average(metric)}
+            cells = [f"{ours[n]:.1f} ({paper[n]:.1f})" if n in paper else "–" for n in names]
+            lines.append(f"| {metric} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
 def _cell(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-PARTS: dict[str, Callable[[], str]] = {"demo table": demo_table, "switches": switch_table}
+PARTS: dict[str, Callable[[], str]] = {
+    "demo table": demo_table,
+    "switches": switch_table,
+    "benchmark table": benchmark_table,
+}
 
 
 def generate(text: str) -> str:

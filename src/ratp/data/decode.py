@@ -85,7 +85,7 @@ class Picture(NamedTuple):
 
     def planes(self) -> bytes:
         """The pixels with channels first."""
-        return b"".join(self.image.tobytes("raw", channel) for channel in "RGB")
+        return b"".join(channel.tobytes() for channel in self.image.split())
 
 
 def decode(data: bytes, size: tuple[int, int] | None) -> Decoded:
