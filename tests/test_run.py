@@ -41,10 +41,10 @@ from ratp.domain import LabelledDomain
 from ratp.errors import RunDirectoryError
 from ratp.inference import classify
 from ratp.methods import METHODS
-from ratp.methods.source_only import SourcePhase
 from ratp.network import Network
 from ratp.record import read_run
 from ratp.run import Probed, Run, StageFinished, StageStarted, Trained, TrainingError
+from ratp.training import SupervisedPhase
 
 DOMAINS = ("ink", "mud", "fog")
 STAGES = len(DOMAINS)
@@ -263,14 +263,14 @@ class TestEvents:
             assert dict(end.accuracy) == dict(zip(DOMAINS, accuracy_of(run.folder)[stage], strict=True))
 
     def test_means_are_over_the_epoch_so_far(self, tmp_path, monkeypatch):
-        losses, real = [], SourcePhase.step
+        losses, real = [], SupervisedPhase.step
 
         def noted(phase):
             result = real(phase)
             losses.append(result["total"].item())
             return result
 
-        monkeypatch.setattr(SourcePhase, "step", noted)
+        monkeypatch.setattr(SupervisedPhase, "step", noted)
         run = Run(toy_plan("source-only", changes={"steps": 3, "epochs": 1}), tmp_path / "run")
         seen = [float(e.tick.means["total"]) for e in run.events() if isinstance(e, Trained)]
         assert seen == pytest.approx([sum(losses[: i + 1]) / (i + 1) for i in range(3)], rel=1e-6)

@@ -29,9 +29,12 @@ from ratp.capture import stepper
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
 from ratp.network import Network
+from ratp.precision import Precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, Scaling, TrainingInputs
 from ratp.weights import Weights, load_backbone
+
+Statistics = Literal["running", "batch"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Setting:
         randomness: Source of all generators.
         device: Where to compute.
         weights: What the feature extractor starts from; None: from random numbers.
+        precision: How exactly to compute.
     """
 
     recipe: Recipe
@@ -53,6 +57,7 @@ class Setting:
     randomness: Randomness
     device: torch.device
     weights: Weights | None = None
+    precision: Precision = "fp32"
 
     def scaling(self) -> Scaling:
         """From stored images to what the network sees."""
@@ -69,7 +74,7 @@ class Setting:
             network = Network(self.recipe.network, len(self.classes), self.image_size)
         if self.weights is not None:
             load_backbone(network.backbone, self.weights)
-        return network.on(self.device)
+        return network.on(self.device, self.precision)
 
     def generator(self, *name: str | int) -> torch.Generator:
         """A generator for the use called ``name``, on the device."""
@@ -232,7 +237,9 @@ class Method(ABC):
         paper: Where it was published.
         config_type: Dataclass of its switches; its defaults are the preset ``official``.
         presets: Further sets of values, by name: changes against the defaults, by dotted name.
+        large: Values for large pretrained networks, against the defaults, which are for DTN: by dotted name.
         stream_values: Values for single streams, by stream and preset; they may set the stream's recipe too.
+        needs: What it takes, in a few words: source data, memory, passes over a domain.
     """
 
     name: ClassVar[str]
@@ -241,7 +248,9 @@ class Method(ABC):
     paper: ClassVar[str]
     config_type: ClassVar[type]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    large: ClassVar[Mapping[str, Any]] = {}
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {}
+    needs: ClassVar[str] = ""
 
     @abstractmethod
     def __init__(self, setting: Setting, config: Any) -> None:
@@ -267,6 +276,12 @@ class Method(ABC):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what :meth:`state` gave."""
 
+    @classmethod
+    def evaluation_statistics(cls, config: Any) -> Statistics:
+        """Which statistics BatchNorm uses when a trained model is measured on a domain."""
+        del config
+        return "running"
+
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """What the method makes of some uint8 images before learning from them, for the report."""
         del images, generator
@@ -289,6 +304,14 @@ class Method(ABC):
             )
         for _ in train(self.target_phases(domain)):
             pass
+
+
+class OnlineMethod(Method):
+    """A method that learns while it predicts, one batch after another; it can be driven by hand."""
+
+    @abstractmethod
+    def observe(self, images: Tensor) -> Tensor:
+        """Logits of a batch of uint8 images, predicted before the method adapts to it."""
 
 
 def pack(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ratp.backbones import ChannelDropout, check_backbone, make_backbone
 from ratp.config import switch
 from ratp.parts.batch_norm import BatchNorm1d
+from ratp.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Network(nn.Module):
         self.classes = classes
         self.image_size = image_size
         self.channels_last = False
+        self.precision: Precision = "fp32"
         self.backbone, features = make_backbone(config.backbone, image_size, config.width)
         self.bottleneck = nn.Sequential(
             nn.Linear(features, config.hidden),
@@ -94,8 +96,9 @@ class Network(nn.Module):
         """The classifier's rows, shape (classes, dim)."""
         return self.classifier.weight
 
-    def on(self, device: torch.device) -> Network:
+    def on(self, device: torch.device, precision: Precision = "fp32") -> Network:
         """The network on a device, in the layout that is fastest there."""
+        self.precision = precision
         self.channels_last = device.type == "cuda" and self.config.backbone != "dtn"
         self.to(device)
         if self.channels_last:
@@ -104,10 +107,19 @@ class Network(nn.Module):
 
     def forward(self, images: Tensor) -> Output:
         """Embedding and logits of normalised images."""
+        embedding = self.bottleneck(self.features(images))
+        return Output(embedding, self.classifier(embedding))
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the feature extractor makes of normalised images, in single precision."""
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        embedding = self.bottleneck(self.backbone(images))
-        return Output(embedding, self.classifier(embedding))
+        if self.precision != "bf16":
+            return cast(Tensor, self.backbone(images))
+        # Without autocast's cache of converted weights: a captured step must convert them in every replay.
+        with torch.autocast(images.device.type, torch.bfloat16, cache_enabled=False):
+            features: Tensor = self.backbone(images)
+        return features.float()
 
     if TYPE_CHECKING:
 

@@ -20,6 +20,7 @@ from ratp.config import as_dict, override
 from ratp.errors import ConfigError, unknown
 from ratp.method import Method, Setting
 from ratp.methods import METHODS
+from ratp.precision import Precision, find_precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, follow_backbone
 from ratp.record import SCHEMA
@@ -54,6 +55,7 @@ class RunRequest:
         data: How to read images from files.
         weights: What the feature extractor starts from: a ``.safetensors`` file, ``imagenet`` for the published
             weights, ``none`` for random numbers; ``auto``: what is usual for it.
+        precision: ``fp32``, ``tf32``, ``bf16``, or ``auto``.
     """
 
     stream: str = "demo"
@@ -68,6 +70,7 @@ class RunRequest:
     targets: Sequence[Path | str] = ()
     data: DataOptions = field(default_factory=DataOptions)
     weights: str = "auto"
+    precision: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class RunPlan:
         device: Where to compute.
         data: How to read images from files.
         weights_from: What the feature extractor starts from: a file, ``imagenet`` or ``none``.
+        precision: How exactly to compute.
+        request: What it was resolved from, for another process to resolve again; None if it was made by hand.
     """
 
     spec: StreamSpec
@@ -99,6 +104,8 @@ class RunPlan:
     device: torch.device
     data: DataOptions = field(default_factory=DataOptions)
     weights_from: str = NO_WEIGHTS
+    precision: Precision = "fp32"
+    request: RunRequest | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def weights(self) -> Weights | None:
@@ -118,7 +125,9 @@ class RunPlan:
     def build_method(self, stream: Stream) -> Method:
         """The method, untrained."""
         randomness = Randomness(self.seed)
-        setting = Setting(self.recipe, stream.classes, stream.image_size, randomness, self.device, self.weights)
+        setting = Setting(
+            self.recipe, stream.classes, stream.image_size, randomness, self.device, self.weights, self.precision
+        )
         return self.method(setting, self.config)
 
     def decisions(self) -> dict[str, Any]:
@@ -152,6 +161,7 @@ class RunPlan:
             "origins": dict(stream.origins),
             "notes": list(stream.notes),
             "weights_name": self.weights.name if self.weights else None,
+            "evaluation_statistics": self.method.evaluation_statistics(self.config),
         }
         return {**about, **decisions, "fingerprint": _sha256(decisions)}
 
@@ -179,6 +189,7 @@ def resolve(request: RunRequest) -> RunPlan:
     method = attempt(lambda: find_method(request.method))
     seed = attempt(lambda: _parse_seed(request.seed))
     device = attempt(lambda: find_device(request.device))
+    precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
     order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
     base = attempt(lambda: preset_config(method, request.preset)) if method else None
     if not method:
@@ -186,21 +197,38 @@ def resolve(request: RunRequest) -> RunPlan:
     # A mistake above hides none below: what is not known is looked up wherever it could be.
     possible = [base] if base is not None else [m.config_type() for m in ([method] if method else METHODS.values())]
     sizes = spec.recipe if spec else Recipe()
+    own_backbone = sizes.network.backbone
+    if method and base is not None and str(request.changes.get("network.backbone", own_backbone)).strip() != "dtn":
+        base = override(base, method.large)
+        possible = [base]
     if spec and method and (values := method.stream_values.get((spec.values or spec.name, request.preset))):
         sizes, base = _change(sizes, possible, values)
         possible = [base]
-    own_backbone = sizes.network.backbone
     sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
     changed = attempt(lambda: _change(sizes, possible, request.changes))
     if problems:
         raise ConfigError(problems)
-    assert spec and method and order and changed and device and seed is not None
+    assert spec and method and order and changed and device and precision and seed is not None
     recipe, config = changed
     before, after = as_dict(sizes) | as_dict(base), as_dict(recipe) | as_dict(config)
     before["network.backbone"] = own_backbone  # what follows from another is no change of its own, but it is one
     differing = {name: value for name, value in after.items() if value != before[name]}
     weights = _weights_from(request.weights, recipe.network.backbone)
-    plan = RunPlan(spec, order, method, config, recipe, seed, request.preset, differing, device, request.data, weights)
+    plan = RunPlan(
+        spec=spec,
+        order=order,
+        method=method,
+        config=config,
+        recipe=recipe,
+        seed=seed,
+        preset=request.preset,
+        changed=differing,
+        device=device,
+        data=request.data,
+        weights_from=weights,
+        precision=precision,
+        request=request,
+    )
     if weights != PUBLISHED:
         _ = plan.weights  # a file that does not fit is found now; what must be downloaded can wait for the images
     return plan

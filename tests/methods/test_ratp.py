@@ -496,7 +496,7 @@ THREE_STEPS = {"epochs": 3, "steps": 1}
 # Values that need not show on a few toy images: they speak of exact ties, of rare draws, of more samples a class
 # than there are, or of a different way to the same number.
 MAY_NOT_SHOW = {"strict", "randmix.safe_division", "t2pl.r_top", "t2pl.r_knn", "t2pl.normalise", "t2pl.rounds"}
-MAY_NOT_SHOW |= {"t2pl.top_set", "pca.form", "memory.labels", "refresh"}
+MAY_NOT_SHOW |= {"t2pl.top_set", "pca.form", "memory.labels", "refresh", "sgd.nesterov"}
 
 
 def all_stages(**changes):

@@ -14,10 +14,10 @@ from rich.cells import cell_len
 from ratp.cli.console import print_json, say, stdout
 from ratp.cli.data_progress import Data, interruptible, shown
 from ratp.cli.runs import Json, Quiet
-from ratp.data.formats.canonical import origin
 from ratp.data.listing import quoted
 from ratp.data.manifest import Duplicate, Manifest, check_domain, describe, duplicates_between
 from ratp.data.manifest_file import manifest_to_json
+from ratp.data.origins import origin_of
 from ratp.data.place import VARIABLE, data_folder
 from ratp.data.published import Step
 from ratp.data.survey import find_domains
@@ -147,7 +147,7 @@ def _print(group: Group) -> None:
     for tree, manifest in zip(group.trees, group.manifests, strict=True):
         first, *lines = describe(manifest)
         _line(first, indent, "bold")
-        made = [f"{made}, not the published images"] if (made := origin(tree.path)) else []
+        made = [f"{made}, not the published images"] if (made := origin_of(tree.path, manifest)) else []
         for line in (*made, *lines):
             depth = len(line) - len(line.lstrip())
             _line(line.strip(), indent + 2 + depth, "red" if depth else "")
@@ -213,7 +213,7 @@ def _domain(tree: ImageTree, manifest: Manifest) -> dict[str, Any]:
     return {
         "name": manifest.name,
         "path": str(tree.path),
-        "origin": origin(tree.path),
+        "origin": origin_of(tree.path, manifest),
         "images": len(manifest.usable),
         "classes": manifest.counts if manifest.classes is not None else None,
         "height": manifest.heights._asdict(),

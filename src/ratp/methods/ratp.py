@@ -39,6 +39,7 @@ from ratp.parts.pca import PCAConfig, prototype_contrastive
 from ratp.parts.randmix import RandMix, RandMixConfig
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.t2pl import T2PLConfig, t2pl
+from ratp.training import Batches, remember
 
 
 @dataclass(frozen=True)
@@ -194,17 +195,16 @@ class RaTPPhase(Phase):
         self._method, self._config, self._recipe = method, config, recipe
         self._network, self._old, self._memory = method.network, method.old, method.memory
         self._is_target = labels is None
-        self._images = images.to(method.setting.device)
-        self._labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
-        self._labels = self._labels.to(method.setting.device)
         stage = self._memory.seen
         setting = method.setting
-        self._batches = setting.generator("batches", stage)
+        replayed = self._memory if self._is_target and config.memory.replay == "union" else None
+        given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
+        self._batches = Batches(setting, self.name, stage, images, given, replayed)
+        self._images, self._labels = self._batches.images, self._batches.labels
         self._augmentation = setting.generator("randmix", stage)
         dropout = setting.generator("dropout", stage)
         self._network.use_generator(dropout)
-        self._inputs, self._changes = setting.training_inputs(self.name), setting.generator("transforms", stage)
-        self.generators = self._batches, self._augmentation, dropout, self._changes
+        self.generators = *self._batches.generators, self._augmentation, dropout
         can_leave_out = not self._is_target or supports_row_masks(self._network)
         self._static = self.captures = setting.device.type == "cuda" and can_leave_out
         self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd)
@@ -238,7 +238,7 @@ class RaTPPhase(Phase):
     def step(self) -> dict[str, Tensor]:
         """One update on a batch and the RandMix copies of its confident images."""
         config = self._config
-        clean, labels, replayed = self._batch()
+        clean, labels, replayed, _ = self._batches.draw(self._recipe.batch)
         selected = self._select(clean, replayed)
         images, labels, valid = self._augment(clean, labels, selected)
         output = self._forward(images, valid)
@@ -257,22 +257,6 @@ class RaTPPhase(Phase):
         total = torch.stack(list(terms.values())).sum()
         self._optimiser.minimise(total)
         return {"total": total, **terms} | ({} if selected is None else {"confident": selected.float().mean()})
-
-    def _batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised images, labels, and which of them come from the memory."""
-        own = len(self._images)
-        replayable = len(self._memory) if self._is_target and self._config.memory.replay == "union" else 0
-        index = self._draw(own + replayable, self._recipe.batch)
-        replayed = index >= own
-        images, labels = self._images[index.clamp(max=own - 1)], self._labels[index.clamp(max=own - 1)]
-        if replayable:
-            stored = (index - own).clamp(min=0)
-            images = torch.where(replayed[:, None, None, None], self._memory.images[stored], images)
-            labels = torch.where(replayed, self._memory.labels[stored], labels)
-        return self._inputs(images, self._changes), labels, replayed
-
-    def _draw(self, population: int, count: int) -> Tensor:
-        return torch.randint(population, (count,), generator=self._batches, device=self._images.device)
 
     def _select(self, images: Tensor, replayed: Tensor) -> Tensor | None:
         """Which images get a RandMix copy: all on the source (None), the confident ones on a target."""
@@ -310,7 +294,7 @@ class RaTPPhase(Phase):
         return Output(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
 
     def _pass(self, images: Tensor, valid: Tensor | None) -> Output:
-        with only_rows(self._network, valid):
+        with only_rows(self._network, valid, first_counts=self._config.joint_batch):  # the first is no copy
             return self._network(images)
 
     def _distil(self, images: Tensor, output: Output, replayed: Tensor, valid: Tensor | None) -> Tensor:
@@ -332,22 +316,22 @@ class RaTPPhase(Phase):
         return distillation(student.logits, teacher.logits, rows)
 
     def _replay(self) -> Tensor:
-        index = self._draw(len(self._memory), min(self._recipe.batch, len(self._memory)))
-        images = self._inputs(self._memory.images[index], self._changes)
-        output = self._network(images)
-        return F.cross_entropy(output.logits, self._memory.labels[index])
+        batch = self._batches.draw_memory(self._memory, self._recipe.batch)
+        return F.cross_entropy(self._network(batch.images).logits, batch.labels)
 
     def finish(self) -> dict[str, float]:
         """Chooses exemplars and makes the trained model the old one."""
         record = {}
         if self._is_target and self._config.memory.labels == "final":
             record = {f"final_{name}": value for name, value in self._label(first=False).items()}
-        by_backbone = self._config.memory.features == "backbone"
-
-        def features(images: Tensor) -> tuple[Tensor]:
-            return (self._network.backbone(images) if by_backbone else self._network(images).embedding,)
-
-        (chosen_by,) = run_in_chunks(self._network, features, self._images, self._method.scaling)
-        self._memory.add(self._images, self._labels, F.normalize(chosen_by, dim=1), self._config.memory.selection)
+        record |= remember(
+            self._method.setting,
+            self._memory,
+            self._network,
+            self._images,
+            self._labels,
+            self._config.memory.selection,
+            self._config.memory.features,
+        )
         self._method.old = self._network.frozen_copy()
-        return record | {"exemplars": float(len(self._memory))}
+        return record

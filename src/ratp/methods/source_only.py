@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import classify
 from ratp.method import Method, Phase, Setting, pack, unpack
-from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.parts.sgd import SGDConfig
+from ratp.training import SupervisedPhase
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class SourceOnly(Method):
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """One phase of cross-entropy."""
-        return [SourcePhase(self, domain)]
+        return [SupervisedPhase(self.setting, self.network, domain, self.config.sgd)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
         """Nothing."""
@@ -61,40 +60,3 @@ class SourceOnly(Method):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what :meth:`state` gave."""
         self.network.load_state_dict(unpack(state)["network"])
-
-
-class SourcePhase(Phase):
-    """Cross-entropy with SGD."""
-
-    name = "source"
-    captures = True
-
-    def __init__(self, method: SourceOnly, domain: LabelledDomain) -> None:
-        setting = method.setting
-        self.epochs, self.steps = setting.recipe.epochs, setting.recipe.steps
-        self._method = method
-        self._domain = domain.to(setting.device)
-        self._batches = setting.generator("batches", 0)
-        dropout = setting.generator("dropout", 0)
-        method.network.use_generator(dropout)
-        self._inputs, self._changes = setting.training_inputs("source"), setting.generator("transforms", 0)
-        self.generators = self._batches, dropout, self._changes
-        self._optimiser = StageSGD(method.network.parameters(), setting.recipe.lr, self.epochs, method.config.sgd)
-
-    def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Sets the learning rate."""
-        return {"lr": self._optimiser.begin_epoch(epoch)}
-
-    def step(self) -> dict[str, Tensor]:
-        """One update on a batch drawn with replacement."""
-        count, device = len(self._domain), self._domain.images.device
-        index = torch.randint(count, (self._method.setting.recipe.batch,), generator=self._batches, device=device)
-        network = self._method.network.train()
-        logits = network(self._inputs(self._domain.images[index], self._changes)).logits
-        loss = F.cross_entropy(logits, self._domain.labels[index])
-        self._optimiser.minimise(loss)
-        return {"total": loss}
-
-    def finish(self) -> dict[str, float]:
-        """Nothing is left to do."""
-        return {}

@@ -15,6 +15,7 @@ A mixing weight may be negative, so a third of the batches come out with inverte
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -30,9 +31,9 @@ NOISE_DIM = 10
 COLOUR_DROPOUT = 0.2
 # |Σw| below this is taken as this, with its sign. Such a batch is saturated by σ either way.
 SMALLEST_WEIGHT_SUM = 1e-3
-# On a GPU, images at least so wide are convolved with so many pixels at a time.
+# Pixels convolved at a time; on a GPU only where images are so wide that it pays.
+PACKED_ON_CPU, PACKED_ON_GPU = 4, 8
 WIDE = 64
-PACKED = 8
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class RandMix:
         self.config = config
         self._mean = mean.reshape(1, CHANNELS, 1, 1)
         self._std = std.reshape(1, CHANNELS, 1, 1)
-        self._adain = tuple(self._draw_adain(generator) for _ in config.kernel_sizes)
+        self._layers = _Layers([1] * config.colour_branch + [k for k in config.kernel_sizes for _ in range(2)])
+        self._adain = self._draw_adain(generator)
 
     def __call__(self, images: Tensor, generator: torch.Generator, rows: Tensor | None = None) -> Tensor:
         """Augments a batch of normalised images; no gradient is recorded.
@@ -133,18 +135,14 @@ class RandMix:
         input_noise = colour = keep = None
         if config.input_noise:
             input_noise = config.input_noise * torch.randn(shape, generator=generator, device=device)
+        convolutions = self._layers.draw(config.init, generator)
         if config.colour_branch:
-            colour = self._draw_convolution(1, generator)
+            colour, *convolutions = convolutions
             keep = torch.rand(shape, generator=generator, device=device) >= COLOUR_DROPOUT
-        branches = tuple(
-            Branch(
-                encoder=self._draw_convolution(size, generator),
-                decoder=self._draw_convolution(size, generator),
-                adain=self._draw_adain(generator) if config.redraw_adain else self._adain[index],
-                noise=torch.randn(noise_rows, NOISE_DIM, generator=generator, device=device),
-            )
-            for index, size in enumerate(config.kernel_sizes)
-        )
+        adain = self._draw_adain(generator) if config.redraw_adain else self._adain
+        noise = torch.randn(len(adain), noise_rows, NOISE_DIM, generator=generator, device=device)
+        parts = zip(convolutions[::2], convolutions[1::2], adain, noise, strict=True)
+        branches = tuple(Branch(*part) for part in parts)
         terms = len(branches) + int(config.colour_branch) + 1
         weights = torch.randn(weight_rows, terms, generator=generator, device=device)
         return Draw(input_noise, colour, keep, branches, weights)
@@ -178,17 +176,12 @@ class RandMix:
             scale = 1 + scale
         return _transposed_convolution(scale * normalised + shift, branch.decoder)
 
-    def _draw_convolution(self, size: int, generator: torch.Generator) -> Linear:
-        bound = 1 / math.sqrt(CHANNELS * size * size)
-        shapes = (CHANNELS, CHANNELS, size, size), (CHANNELS,)
-        if self.config.init == "normal":
-            return Linear(*(bound * torch.randn(s, generator=generator, device=generator.device) for s in shapes))
-        return Linear(*(_uniform(s, bound, generator) for s in shapes))
-
-    @staticmethod
-    def _draw_adain(generator: torch.Generator) -> Linear:
-        bound = 1 / math.sqrt(NOISE_DIM)
-        return Linear(*(_uniform(s, bound, generator) for s in ((2 * CHANNELS, NOISE_DIM), (2 * CHANNELS,))))
+    def _draw_adain(self, generator: torch.Generator) -> tuple[Linear, ...]:
+        """AdaIN's linear layers, one a branch."""
+        shape = len(self.config.kernel_sizes), 2 * CHANNELS, NOISE_DIM + 1
+        numbers = torch.rand(shape, generator=generator, device=generator.device).mul_(2).sub_(1)
+        numbers /= math.sqrt(NOISE_DIM)
+        return tuple(Linear(layer[:, :-1].contiguous(), layer[:, -1].contiguous()) for layer in numbers)
 
     def state(self) -> dict[str, Tensor]:
         """The layers that are drawn once."""
@@ -203,6 +196,34 @@ class RandMix:
         )
 
 
+class _Layers:
+    """Random convolutions of given kernel sizes, all drawn at once: one call instead of one for each tensor."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._shapes: list[tuple[int, ...]] = []
+        self._bounds: list[float] = []
+        for size in sizes:
+            self._shapes += [(CHANNELS, CHANNELS, size, size), (CHANNELS,)]
+            self._bounds += [1 / math.sqrt(CHANNELS * size * size)] * 2
+        self._counts = [math.prod(shape) for shape in self._shapes]
+        self._bound: Tensor | None = None
+
+    def draw(self, init: Literal["uniform", "normal"], generator: torch.Generator) -> list[Linear]:
+        """Weights and biases: uniform within ±bound, or normal with that bound as deviation."""
+        if self._bound is None or self._bound.device != generator.device:
+            bounds = torch.tensor(self._bounds).repeat_interleave(torch.tensor(self._counts))
+            self._bound = bounds.to(generator.device)
+        count = len(self._bound)
+        if init == "normal":
+            numbers = torch.randn(count, generator=generator, device=generator.device) * self._bound
+        else:
+            numbers = torch.rand(count, generator=generator, device=generator.device).mul_(2).sub_(1) * self._bound
+        tensors = [
+            part.view(shape) for part, shape in zip(torch.split(numbers, self._counts), self._shapes, strict=True)
+        ]
+        return [Linear(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
 def _transposed_convolution(hidden: Tensor, layer: Linear) -> Tensor:
     """A transposed convolution as the padded convolution with the flipped kernel: on CPUs five times faster."""
     padding = layer.weight.shape[-1] - 1
@@ -210,13 +231,15 @@ def _transposed_convolution(hidden: Tensor, layer: Linear) -> Tensor:
 
 
 def _convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
-    """A convolution between three channels; wide images go to a GPU's tensor cores, which need more than three."""
-    if inputs.is_cuda and inputs.shape[-1] >= WIDE:
-        return packed_convolution(inputs, layer, padding)
+    """A convolution between three channels, which suit neither vector units nor tensor cores: more are packed."""
+    if not inputs.is_cuda:
+        return packed_convolution(inputs, layer, padding, PACKED_ON_CPU)
+    if inputs.shape[-1] >= WIDE:
+        return packed_convolution(inputs, layer, padding, PACKED_ON_GPU)
     return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
 
 
-def packed_convolution(inputs: Tensor, layer: Linear, padding: int = 0, block: int = PACKED) -> Tensor:
+def packed_convolution(inputs: Tensor, layer: Linear, padding: int, block: int) -> Tensor:
     """The same convolution between ``block`` times as many channels: pixels side by side become channels.
 
     Output pixel block·X + q takes input pixel block·(X + J) + i with the kernel's column block·J + i − q, or with
@@ -248,10 +271,6 @@ def _columns(block: int, spanned: int, size: int, device: torch.device) -> Tenso
 def _rows(numbers: Tensor, rows: Tensor | slice) -> Tensor:
     """Some rows; a single one serves all images anyway."""
     return numbers if len(numbers) == 1 else numbers[rows]
-
-
-def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:
-    return bound * (2 * torch.rand(shape, generator=generator, device=generator.device) - 1)
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
-from ratp.data.decoded import DecodedDomain
-from ratp.data.formats.canonical import origin
+from ratp.data.origins import origin_of
 from ratp.data.place import data_folder, find_domain
 from ratp.data.sources import data_set
 from ratp.errors import ConfigError, RatpError
@@ -20,17 +19,6 @@ from ratp.parts.transforms import CROP_FLIP, OBJECTS
 from ratp.recipe import Recipe
 from ratp.stream import DataOptions, LoadedDomain, StreamSpec
 from ratp.streams.files import load_domains
-
-# Copies in circulation that are not the published data, by the hash of their files.
-KNOWN_COPIES: Mapping[str, str] = {
-    "dd4705ae995524d653d8f39f039b72afa3b84ea132bbed4fd5811c5f196f1936": (
-        "regenerated SYN: rendered after the published recipe with about 700 fonts, harder than the original"
-    ),
-}
-
-
-def _origin(path: Path, decoded: DecodedDomain) -> str | None:
-    return KNOWN_COPIES.get(decoded.manifest.hash) or origin(path)
 
 
 def _loader(
@@ -47,7 +35,13 @@ def _loader(
                 problems.append(str(error))
         if problems:
             raise ConfigError(problems)
-        return load_domains(paths, size, options, classes=data_set(catalogue).classes, origin=_origin)
+        return load_domains(
+            paths,
+            size,
+            options,
+            classes=data_set(catalogue).classes,
+            origin=lambda path, decoded: origin_of(path, decoded.manifest),
+        )
 
     return load
 

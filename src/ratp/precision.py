@@ -1,0 +1,40 @@
+"""How exactly a GPU computes: what it multiplies in fewer bits, to be faster.
+
+======  ==========================================================================================
+fp32    everything in single precision
+tf32    convolutions multiply with 10 bits of mantissa, PyTorch's own default on GPUs
+bf16    the feature extractor works in bfloat16; bottleneck, classifier, losses, labels and all
+        statistics stay in single precision
+======  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+import torch
+
+from ratp.errors import ConfigError, unknown
+
+Precision = Literal["fp32", "tf32", "bf16"]
+_FIRST_WITH_TF32 = (8, 0)
+
+
+def find_precision(asked: str, device: torch.device) -> Precision:
+    """The precision asked for, or the best the device has instead of it; ``auto``: tf32 on GPUs that have it.
+
+    Raises:
+        ConfigError: If there is no such precision.
+    """
+    names = get_args(Precision)
+    if asked not in (*names, "auto"):
+        raise ConfigError(unknown("precision", asked, ("auto", *names)))
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_TF32
+    if asked == "fp32" or not has_tf32:  # a GPU has both or neither
+        return "fp32"
+    return "tf32" if asked == "auto" else cast(Precision, asked)
+
+
+def use_precision(precision: Precision) -> None:
+    """Sets what cannot be said to a single network: how all convolutions of this process multiply."""
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"

@@ -1,0 +1,266 @@
+"""What methods share: drawing batches with replay, learning from labels, one pass over a domain, exemplars.
+
+* :class:`Batches` draws from a domain, or from a domain and the memory together.
+* :class:`SupervisedPhase` learns a labelled domain by cross-entropy.
+* :class:`SinglePass` shows a domain to an online method once, in random order.
+* :func:`remember` puts the exemplars of a domain into the memory.
+* :class:`NetworkMethod` is a method with one network that predicts, and a memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.inference import classify, run_in_chunks
+from ratp.memory import Memory
+from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
+from ratp.network import Network
+from ratp.parts.herding import Selection
+from ratp.parts.sgd import SGDConfig, StageSGD
+
+
+class Batch(NamedTuple):
+    """Images to learn from.
+
+    Attributes:
+        images: Normalised, randomly changed as the recipe says.
+        labels: Labels of the domain's images, stored labels of the memory's.
+        replayed: Which come from the memory.
+        places: Where in the domain they are; of replayed images, of no meaning but within it.
+    """
+
+    images: Tensor
+    labels: Tensor
+    replayed: Tensor
+    places: Tensor
+
+
+class Batches:
+    """Draws batches with replacement from a domain, or from the union of a domain and the memory.
+
+    Args:
+        setting: Recipe, randomness and device.
+        kind: Which random changes apply.
+        stage: Number of the stage, for the generators.
+        images: All training images of the domain, uint8.
+        labels: Their labels, which may be changed in place between epochs.
+        memory: What to replay; None: nothing.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        kind: Literal["source", "target"],
+        stage: int,
+        images: Tensor,
+        labels: Tensor,
+        memory: Memory | None = None,
+    ) -> None:
+        self.images = images.to(setting.device)
+        self.labels = labels.to(setting.device)
+        self._memory = memory
+        self._inputs = setting.training_inputs(kind)
+        self._places = setting.generator("batches", stage)
+        self._changes = setting.generator("transforms", stage)
+        self.generators = self._places, self._changes
+
+    def draw(self, count: int) -> Batch:
+        """A batch of ``count`` images."""
+        own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
+        place = self._place(own + stored, count)
+        index, replayed = place.clamp(max=own - 1), place >= own
+        images, labels = self.images[index], self.labels[index]
+        if self._memory is not None and stored:
+            kept = (place - own).clamp(min=0)
+            images = torch.where(replayed[:, None, None, None], self._memory.images[kept], images)
+            labels = torch.where(replayed, self._memory.labels[kept], labels)
+        return Batch(self._inputs(images, self._changes), labels, replayed, index)
+
+    def draw_memory(self, memory: Memory, count: int) -> Batch:
+        """A batch of exemplars alone, at most as many as there are."""
+        index = self._place(len(memory), min(count, len(memory)))
+        images = self._inputs(memory.images[index], self._changes)
+        return Batch(images, memory.labels[index], torch.ones_like(index, dtype=torch.bool), index)
+
+    def _place(self, population: int, count: int) -> Tensor:
+        return torch.randint(population, (count,), generator=self._places, device=self.images.device)
+
+
+class SupervisedPhase(Phase):
+    """Cross-entropy on a labelled domain, with SGD.
+
+    Args:
+        setting: Recipe, randomness and device.
+        network: What to train.
+        domain: What to learn.
+        sgd: Switches of the optimiser.
+        smoothing: ε of label smoothing: targets are (1 − ε)·one-hot + ε/K.
+        finish: Called at the end with the domain on the device; what it returns is recorded.
+    """
+
+    name = "source"
+    captures = True
+
+    def __init__(
+        self,
+        setting: Setting,
+        network: Network,
+        domain: LabelledDomain,
+        sgd: SGDConfig,
+        *,
+        smoothing: float = 0.0,
+        finish: Callable[[LabelledDomain], dict[str, float]] | None = None,
+    ) -> None:
+        recipe = setting.recipe
+        self.epochs, self.steps = recipe.epochs, recipe.steps
+        self._network, self._batch, self._smoothing, self._finish = network, recipe.batch, smoothing, finish
+        self._domain = domain.to(setting.device)
+        self._batches = Batches(setting, "source", 0, self._domain.images, self._domain.labels)
+        dropout = setting.generator("dropout", 0)
+        network.use_generator(dropout)
+        self.generators = (*self._batches.generators, dropout)
+        self._optimiser = StageSGD(network.parameters(), recipe.lr, recipe.epochs, sgd, recipe.steps)
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Sets the learning rate."""
+        return {"lr": self._optimiser.begin_epoch(epoch)}
+
+    def step(self) -> dict[str, Tensor]:
+        """One update on a batch drawn with replacement."""
+        batch = self._batches.draw(self._batch)
+        logits = self._network.train()(batch.images).logits
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self._smoothing)
+        self._optimiser.minimise(loss)
+        return {"total": loss}
+
+    def finish(self) -> dict[str, float]:
+        """Whatever the method does with the trained network."""
+        return self._finish(self._domain) if self._finish else {}
+
+
+class SinglePass(Phase):
+    """Shows every image of a domain to an online method once, batch by batch in random order.
+
+    Args:
+        method: Who observes.
+        setting: Recipe, randomness and device.
+        domain: What to show.
+        stage: Number of the stage, for the generators.
+        finish: Called at the end with the domain's images; what it returns is recorded.
+    """
+
+    name = "pass"
+    epochs = 1
+
+    def __init__(
+        self,
+        method: OnlineMethod,
+        setting: Setting,
+        domain: UnlabelledDomain,
+        stage: int,
+        finish: Callable[[Tensor], dict[str, float]] | None = None,
+    ) -> None:
+        self._method, self._finish = method, finish
+        self._images = domain.images.to(setting.device)
+        size = setting.recipe.batch
+        order = torch.randperm(len(self._images), generator=setting.randomness.generator("pass", stage))
+        self._parts = list(torch.split(order.to(setting.device), size))
+        if len(self._parts) > 1 and len(self._parts[-1]) < 2:  # one image has no batch statistics
+            last = self._parts.pop()
+            self._parts[-1] = torch.cat([self._parts[-1], last])
+        self.steps = len(self._parts)
+        self._next = 0
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Starts with the first batch."""
+        del epoch
+        self._next = 0
+        return {}
+
+    def step(self) -> dict[str, Tensor]:
+        """One batch, observed."""
+        logits = self._method.observe(self._images[self._parts[self._next]])
+        self._next += 1
+        probabilities = logits.softmax(dim=1)
+        return {"entropy": torch.special.entr(probabilities).sum(dim=1).mean()}
+
+    def finish(self) -> dict[str, float]:
+        """Whatever the method does after the pass."""
+        return self._finish(self._images) if self._finish else {}
+
+
+def remember(
+    setting: Setting,
+    memory: Memory,
+    network: Network,
+    images: Tensor,
+    labels: Tensor,
+    selection: Selection = "herding",
+    chosen_by: Literal["backbone", "embedding"] = "backbone",
+) -> dict[str, float]:
+    """Takes the exemplars of one more domain, chosen by features of unit length.
+
+    Args:
+        setting: For the scaling of images.
+        memory: Where they go.
+        network: Whose features.
+        images: All images of the domain, uint8.
+        labels: Their labels, or what the method takes them for.
+        selection: How they are chosen.
+        chosen_by: Which features.
+    """
+
+    def look(inputs: Tensor) -> tuple[Tensor]:
+        return (network.features(inputs) if chosen_by == "backbone" else network(inputs).embedding,)
+
+    (features,) = run_in_chunks(network, look, images, setting.scaling())
+    memory.add(images, labels, F.normalize(features, dim=1), selection)
+    return {"exemplars": float(len(memory))}
+
+
+class NetworkMethod(Method):
+    """A method with one network that predicts, and a memory: what there is to say about most of them.
+
+    Attributes:
+        setting: What it was built from.
+        config: Its switches.
+        scaling: From stored images to what the network sees.
+        network: What learns and predicts.
+        memory: The exemplars.
+    """
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        self.setting = setting
+        self.config = config
+        self.scaling = setting.scaling()
+        self.network = setting.network()
+        self.memory = Memory(setting.recipe.memory, len(setting.classes), setting.device)
+
+    @property
+    def stage(self) -> int:
+        """Number of domains learnt so far, if each was put into the memory."""
+        return self.memory.seen
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits of uint8 images."""
+        return classify(self.network, images, self.scaling)
+
+    def remember(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        """Puts the exemplars of a domain into the memory."""
+        return remember(self.setting, self.memory, self.network, images, labels)
+
+    def state(self) -> dict[str, Tensor]:
+        """Network and memory."""
+        return pack({"network": self.network.state_dict(), "memory": self.memory.state()})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state` gave."""
+        parts = unpack(state)
+        self.network.load_state_dict(parts["network"])
+        self.memory.load_state(parts["memory"])
