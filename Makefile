@@ -11,7 +11,7 @@ help:
 	@echo "make demo     RaTP and source-only on the embedded stream, with a report (about 2 minutes)"
 	@echo "make test     the tests"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
-	@echo "make bench    time and memory of the demo, import time"
+	@echo "make bench    time and memory of the demo, import time; the plain reference against the fast path"
 	@echo "make results  the demo with three seeds, kept in results/, and the README's table from it"
 	@echo "make docs     the generated parts of README and docs"
 	@echo "make clean    remove the virtual environment, runs and caches"
@@ -40,6 +40,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python benchmarks/reference_vs_fast.py
 
 results: $(READY)
 	$(BIN)/ratp demo --seed 2022 --seed 2023 --seed 2024 --out runs/results

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from helpers import same_tensors, toy_domain, toy_method, toy_plan
+from ratp.errors import TrainingError
 from ratp.evaluate import accuracy
-from ratp.inference import CHUNK
+from ratp.inference import chunk_size
 from ratp.methods import METHODS
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
@@ -75,11 +76,13 @@ def test_predicting_in_the_middle_of_a_stage_does_not_change_its_end(method):
 def test_an_answer_does_not_depend_on_the_company_of_an_image(method):
     built, source, _ = toy_method(toy_plan(method))
     built.fit_source(source)
-    many = toy_domain("crowd", CHUNK + 40)
+    chunk = chunk_size(torch.Size((3, 32, 32)), torch.device("cpu"))
+    some = [0, chunk - 1, chunk, chunk + 39]
+    many = toy_domain("crowd", chunk + 40)
     together = built.predict(many.images)
-    assert together.shape == (CHUNK + 40, 4)
-    alone = torch.cat([built.predict(many.images[i : i + 1]) for i in (0, CHUNK - 1, CHUNK, CHUNK + 39)])
-    torch.testing.assert_close(together[[0, CHUNK - 1, CHUNK, CHUNK + 39]], alone, rtol=1e-4, atol=1e-6)
+    assert together.shape == (chunk + 40, 4)
+    alone = torch.cat([built.predict(many.images[i : i + 1]) for i in some])
+    torch.testing.assert_close(together[some], alone, rtol=1e-4, atol=1e-6)
 
 
 def test_labels_of_a_domain_are_read_by_position():
@@ -87,3 +90,38 @@ def test_labels_of_a_domain_are_read_by_position():
     turned = replace(domain, labels=domain.labels.flip(0))
     assert accuracy(Oracle(domain.labels), domain) == 100
     assert accuracy(Oracle(domain.labels), turned) == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_predictions_that_are_no_numbers_are_an_error(bad):
+    class Broken(Oracle):
+        def predict(self, images):
+            logits = super().predict(images)
+            logits[5, 2] = bad
+            return logits
+
+    domain = toy_domain("ink", 8)
+    with pytest.raises(TrainingError, match="ink"):
+        accuracy(Broken(domain.labels), domain)
+
+
+def test_one_number_comes_back_from_the_device():
+    class Watched(torch.Tensor):
+        """Notes what would make a GPU wait, or move its numbers to the host."""
+
+        waits: tuple[str, ...] = ()
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            name = getattr(function, "__name__", "")
+            if name in ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+                cls.waits = (*cls.waits, name)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Far(Oracle):
+        def predict(self, images):
+            return super().predict(images).as_subclass(Watched)
+
+    domain = toy_domain("ink", 40)
+    assert accuracy(Far(domain.labels), domain) == 100
+    assert Watched.waits == ("__int__",)

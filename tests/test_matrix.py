@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ratp.errors import RatpError
 from ratp.matrix import METRICS, Matrix
-from reference import matrix as reference
+from ratp_reference import matrix as reference
 
 EXAMPLE = Matrix(("S", "A", "B"), ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0)))
 PERCENT = st.floats(0, 100)

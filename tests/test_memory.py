@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from ratp.files import read_tensors, write_tensors
 from ratp.memory import Memory
-from reference import herding as reference
+from ratp_reference import herding as reference
 
 
 def domain(index, per_class, seed=0):

@@ -14,6 +14,9 @@ def accuracy(method: Method, domain: LabelledDomain) -> float:
         TrainingError: If predictions are no numbers any more.
     """
     logits = method.predict(domain.images)
-    if not bool(logits.isfinite().all()):
+    right = (logits.argmax(dim=1) == domain.labels.to(logits.device)).sum()
+    # one number comes back from the device
+    count = int(right.where(logits.isfinite().all(), -1))
+    if count < 0:
         raise TrainingError(f"predictions on {domain.name} are no numbers any more")
-    return 100 * int((logits.argmax(dim=1).cpu() == domain.labels.cpu()).sum()) / len(domain)
+    return 100 * count / len(domain)

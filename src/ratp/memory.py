@@ -48,10 +48,9 @@ class Memory:
             selection: How exemplars are chosen.
         """
         quota = self.quota(self.seen + 1)
+        by_class = labels.argsort(stable=True).split_with_sizes(labels.bincount(minlength=self.classes).tolist())
         chosen = [
-            members[choose_exemplars(features[members], quota, selection)]
-            for members in ((labels == k).nonzero().squeeze(1) for k in range(self.classes))
-            if len(members)
+            members[choose_exemplars(features[members], quota, selection)] for members in by_class if len(members)
         ]
         picks = torch.cat(chosen)
         kept = self._first(quota)
@@ -64,7 +63,10 @@ class Memory:
     def _first(self, quota: int) -> Tensor:
         """Positions of the first ``quota`` images of every stored domain and class, in order."""
         group = self.domains * self.classes + self.labels
-        rank = (group[:, None] == group[None, :]).tril(-1).sum(dim=1)
+        order = group.argsort(stable=True)
+        sizes = group.bincount()
+        rank = torch.empty_like(group)
+        rank[order] = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
         return (rank < quota).nonzero().squeeze(1)
 
     def state(self) -> dict[str, Tensor]:

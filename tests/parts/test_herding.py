@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ratp.parts.herding import choose_exemplars
-from reference import herding as reference
+import plain
+from ratp.parts.herding import MANY, _herd_by_shortlist, choose_exemplars
+from ratp_reference import herding as reference
 
 EXAMPLE = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5**0.5, 0.5**0.5], [0.6, 0.8]])
 SELECTIONS = pytest.mark.parametrize("selection", ["herding", "nearest"])
@@ -82,3 +83,48 @@ def test_positions_can_index_images_even_when_there_are_none(selection):
     picks = choose_exemplars(torch.randn(4, 2), 0, selection)
     assert picks.dtype == torch.int64
     assert torch.arange(4)[picks].tolist() == []
+
+
+class TestManyImages:
+    """From ``MANY`` images on, a pick is made by a shortlist."""
+
+    @pytest.mark.parametrize("dim", [1, 2, 16, 300])
+    @pytest.mark.parametrize("count", [MANY - 1, MANY, 5000])
+    def test_picks_are_those_of_looking_at_all_images(self, count, dim):
+        for seed in range(3):
+            features = torch.tensor(random_features(seed, count, dim)).float()
+            assert choose_exemplars(features, 28, "herding").tolist() == plain.herding(features, 28)
+            assert choose_exemplars(features, 28, "nearest").tolist() == plain.nearest(features, 28)
+
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+    def test_lengths_need_not_be_one(self, scale):
+        features = scale * torch.randn(3000, 20, generator=torch.Generator().manual_seed(0)) + 5
+        assert choose_exemplars(features, 40, "herding").tolist() == plain.herding(features, 40)
+
+    @pytest.mark.parametrize("different", [1, 3, 40])
+    def test_copies_are_picked_in_their_order(self, different):
+        some = torch.tensor(random_features(0, different, 8)).float()
+        features = some.repeat(2000 // different, 1)
+        assert choose_exemplars(features, 60, "herding").tolist() == plain.herding(features, 60)
+
+    def test_images_that_rounding_cannot_tell_apart(self):
+        generator = torch.Generator().manual_seed(0)
+        features = torch.ones(2000, 64) + 1e-6 * torch.randn(2000, 64, generator=generator)
+        assert choose_exemplars(features, 10, "herding").tolist() == plain.herding(features, 10)
+
+    def test_all_of_many_images_can_be_asked_for(self):
+        features = torch.tensor(random_features(0, MANY, 8)).float()
+        assert choose_exemplars(features, MANY + 1, "herding").tolist() == plain.herding(features, MANY)
+
+    @pytest.mark.parametrize("dim", [16, 256, 2048])
+    def test_the_shortlist_is_sure_of_usual_features(self, dim):
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn(dim, generator=generator) + torch.randn(3000, dim, generator=generator)
+        features = torch.nn.functional.normalize(features.relu(), dim=1)
+        picks, sure = _herd_by_shortlist(features, features.mean(dim=0), 20)
+        assert sure
+        assert picks.tolist() == plain.herding(features, 20)
+
+    def test_numbers_that_are_none_do_not_stop_it(self):
+        picks = choose_exemplars(torch.full((MANY, 3), torch.nan), 4, "herding")
+        assert picks.shape == (4,)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ratp.parts.sgd import SGDConfig, StageSGD, lr_multiplier
-from reference import sgd as reference
+from ratp_reference import sgd as reference
 
 
 @pytest.mark.parametrize(

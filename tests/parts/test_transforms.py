@@ -16,7 +16,7 @@ from ratp.parts import transforms
 from ratp.parts.colour import ColourPlan, apply_colours_, blend_, plan_colours, rotate_hue_
 from ratp.parts.resize import plan_resize, resize
 from ratp.parts.transforms import CROP_FLIP, NONE, OBJECTS, OPERATIONS, Transform, TransformConfig, TransformDraw
-from reference import transforms as reference
+from ratp_reference import transforms as reference
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 SAME = {"rtol": 0, "atol": 0}

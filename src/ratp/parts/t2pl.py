@@ -14,7 +14,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
+from ratp.parts.chunks import in_chunks
+from ratp.parts.exact import full_precision
 from ratp.parts.knn import knn_vote
+
+# Samples compared with the centroids at once.
+ROWS = 2**16
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,13 @@ def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int
         features: f, shape (n, d).
         probabilities: Softmax rows g, shape (n, k).
         config: Switches.
-        chunk: Samples compared with the fit set at once.
+        chunk: Samples compared with the fit set at once, at most.
     """
+    with full_precision(features.device):
+        return _t2pl(features, probabilities, config, chunk)
+
+
+def _t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int) -> PseudoLabels:
     count, classes = probabilities.shape
     features = features.float()
     if config.normalise:
@@ -69,19 +79,21 @@ def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int
     top = probabilities.topk(per_class, dim=0).indices.T.reshape(-1)
     if config.top_set == "union":
         top = torch.unique(top)
+    top_features = features[top]
     # p_k = Σ_{x∈F} g_k(x) f(x) / Σ_{x∈F} g_k(x)
-    soft = _centroids(features[top], probabilities[top].float())
+    soft = _centroids(top_features, probabilities[top].float())
 
     assignable = torch.ones(classes, dtype=torch.bool, device=features.device)
     if config.classes == "predicted":
-        assignable = F.one_hot(probabilities.argmax(dim=1), classes).any(dim=0)
+        assignable = torch.zeros_like(assignable).index_fill_(0, probabilities.argmax(dim=1), True)
     assignable = assignable & (probabilities > 0).any(dim=0)
     centroids = soft
     if config.rounds == 2:
-        nearest = _cosine(features[top], soft).masked_fill(~assignable, -torch.inf).argmax(dim=1)
+        nearest = _cosine(top_features, soft).masked_fill(~assignable, -torch.inf).argmax(dim=1)
         members = F.one_hot(nearest, classes).float()
         # A class that no top sample is nearest to keeps its soft centroid: its mean would be empty.
-        centroids = torch.where(members.any(dim=0)[:, None], _centroids(features[top], members), soft)
+        centroids = torch.where(members.any(dim=0)[:, None], _centroids(top_features, members), soft)
+    del top_features
 
     # F′: per assignable class the samples closest to its centroid
     kept = assignable.nonzero().squeeze(1)
@@ -102,4 +114,5 @@ def _centroids(features: Tensor, weights: Tensor) -> Tensor:
 
 
 def _cosine(features: Tensor, centroids: Tensor) -> Tensor:
-    return F.normalize(features, dim=1) @ F.normalize(centroids, dim=1).T
+    directions = F.normalize(centroids, dim=1).T
+    return in_chunks(lambda rows: (F.normalize(features[rows], dim=1) @ directions,), len(features), ROWS)[0]

@@ -1,5 +1,7 @@
 """k nearest neighbours by sorting all distances."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections import Counter

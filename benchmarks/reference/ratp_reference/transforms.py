@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as V
+from torchvision.transforms.v2 import functional as V  # noqa: N812
 
 ADJUST = {
     "brightness": V.adjust_brightness,
@@ -41,7 +41,7 @@ def transform(images, draw, operations, size):
 
 
 def random_crop(config, size):
-    """torchvision's random crop."""
+    """The random crop of torchvision."""
     return v2.RandomResizedCrop(
         size,
         scale=(config.crop_scale_min, config.crop_scale_max),
@@ -51,7 +51,7 @@ def random_crop(config, size):
 
 
 def colour_jitter(config):
-    """torchvision's colour jitter."""
+    """The colour jitter of torchvision."""
     return v2.ColorJitter(config.brightness, config.contrast, config.saturation, config.hue)
 
 
