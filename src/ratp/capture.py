@@ -3,10 +3,14 @@
 A small network's step is hundreds of short kernels, and launching them from Python takes several times as long as
 running them. A replay launches all of them at once. It runs the same kernels on the same memory and draws on from
 the same generators, so the numbers are those of the step run by hand.
+
+Several threads may train at once, each on a stream of its own and recording on another of its own
+(:func:`recording_on`). A process makes one recording at a time; the other threads go on computing meanwhile.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +21,26 @@ import torch
 # Steps before the recording: libraries set themselves up and choose their kernels in these.
 WARM_UP = 3
 
+# Held while something is recorded or a recording is given up. Torch makes one recording at a time, waits for the whole
+# device and empties its cache before it, none of which another recording survives; and the device's default
+# generator keeps a list of all graphs.
+RECORDING = threading.RLock()
+_thread = threading.local()
+
 
 class CaptureWarning(RuntimeWarning):
     """Steps that were to be captured run one by one instead."""
+
+
+@contextmanager
+def recording_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within the block, this thread records its steps on ``stream``, which must be no other thread's meanwhile."""
+    before = getattr(_thread, "stream", None)
+    _thread.stream = stream
+    try:
+        yield
+    finally:
+        _thread.stream = before
 
 
 @contextmanager
@@ -69,7 +90,8 @@ class _CapturedStep:
                 self._run_aside()
                 return
             if self._graph is None:
-                self._graph = self._record()
+                with RECORDING:
+                    self._graph = self._record()
             if self._graph is not None:
                 self._graph.replay()
                 return
@@ -81,7 +103,8 @@ class _CapturedStep:
         if self._graph is not None:
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream().synchronize()
-                self._graph.reset()
+                with RECORDING:
+                    self._graph.reset()
             self._graph = None
 
     def _run_aside(self) -> None:
@@ -122,13 +145,18 @@ def _obstacle(generators: Sequence[torch.Generator]) -> str | None:
     return f"the steps draw from a generator on {elsewhere[0]}" if elsewhere else None
 
 
-@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream all steps of a device are recorded on.
+    """The stream all steps of this thread are recorded on.
 
     Libraries keep a workspace for every stream, and graphs recorded on one stream share it: replays must follow one
-    another, as they do on the usual stream.
+    another, as they do on the usual stream, and as those of several threads do not.
     """
+    return getattr(_thread, "stream", None) or _common_stream(device)
+
+
+@cache
+def _common_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one for threads that were given none of their own."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from ratp.precision import Precision
 from ratp.version import __version__
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "matplotlib", "safetensors")
 
 
-def describe_environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device, precision: Precision = "fp32") -> dict[str, Any]:
     """Versions, machine and device, as ``environment.json`` keeps them."""
     return {
         "ratp": __version__,
@@ -26,6 +27,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "precision": precision,
         "determinism": "bitwise on one machine" if device.type == "cpu" else "within the seed spread",
     }
 

@@ -8,11 +8,15 @@ before it, and evaluation, which draws from no training generator, cannot change
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+# Torch's global generator is one for all threads.
+_GLOBAL_GENERATOR = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class Randomness:
     def scope(self, *name: str | int) -> Iterator[None]:
         """Seeds torch's global CPU generator inside the block and puts it back afterwards.
 
-        For code that cannot be handed a generator, such as the initialisation of library modules.
+        For code that cannot be handed a generator, such as the initialisation of library modules. Of several threads
+        one at a time is inside.
         """
-        with torch.random.fork_rng(devices=[]):
+        with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.derive(*name))
             yield

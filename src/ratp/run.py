@@ -12,13 +12,14 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
+from ratp.device_copies import with_images_on
 from ratp.domain import UnlabelledDomain
 from ratp.environment import describe_environment
 from ratp.errors import RatpError, RunDirectoryError, TrainingError
@@ -37,6 +38,7 @@ from ratp.lock import LOCK_FILE, exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Tick, train, unpack
 from ratp.plan import RunPlan
+from ratp.precision import use_precision
 from ratp.record import RunRecord, read_journal, read_run
 from ratp.stream import Stream
 
@@ -151,7 +153,7 @@ class Run:
         """The run as its directory tells it."""
         return read_run(self.folder)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Runs step by step, handing out what happens. The directory is locked meanwhile.
 
         Raises:
@@ -161,6 +163,7 @@ class Run:
         self._check_folder()
         with exclusive(self.folder):
             self._check_folder()  # once more: another run may have been quicker
+            use_precision(self.plan.precision)
             self._open()
             for stage in range(self.matrix.stages, len(self.stream.order)):
                 yield from self._stage(stage)
@@ -208,7 +211,7 @@ class Run:
         if not state_file.exists():
             self._refuse_lost_state(state_file)
             write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
-            write_json(self.folder / "environment.json", describe_environment(self.plan.device))
+            write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
             write_json(self.folder / "matrix.json", self.matrix.to_json())
             write_text(self.folder / "journal.jsonl", "")
             self._save_samples()
@@ -230,7 +233,7 @@ class Run:
         write_text(journal, "".join(json.dumps(e) + "\n" for e in kept))
         write_json(self.folder / "matrix.json", self.matrix.to_json())
         if not (self.folder / "environment.json").exists():
-            write_json(self.folder / "environment.json", describe_environment(self.plan.device))
+            write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
         if not self.matrix.complete:
             self._note("run_resumed", finished_stages=self.matrix.stages)
 
@@ -277,10 +280,12 @@ class Run:
         yield StageFinished(stage, name, row, statistics, seconds)
 
     def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
+        device = self.plan.device
         if stage == 0:
-            return self.method.source_phases(self.stream.source), len(self.stream.source)
+            source = self.stream.source
+            return self.method.source_phases(with_images_on(source, device)), len(source)
         target = self.stream.targets[stage - 1]
-        return self.method.target_phases(target), len(target)
+        return self.method.target_phases(with_images_on(target, device)), len(target)
 
     def _finish_stage(
         self, stage: int, row: Mapping[str, float], statistics: Mapping[str, float], seconds: float

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from helpers import files_of, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.cli import progress
-from ratp.cli.progress import follow
+from ratp.cli.progress import follow, follow_all, labels
 from ratp.method import Tick
 from ratp.run import Run, Trained
 
@@ -166,3 +166,74 @@ def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
     display = progress._Lines(run, Console(file=io.StringIO()))
     progress._show([Trained(0, "a", tick)] * 50, display)
     assert reads == []
+
+
+def several(folder, seeds=(1, 2), methods=("ratp", "source-only")):
+    return [Run(toy_plan(m, seed=s), folder / f"{m}-{s}") for m in methods for s in seeds]
+
+
+def shown_all(runs, *, terminal=False, quiet=False, width=80):
+    """Drives runs, here and in turn, and returns what was written."""
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=terminal, width=width, highlight=False, color_system="standard", legacy_windows=False
+    )
+    results = follow_all(runs, console, quiet=quiet, at_once=1)
+    return results, file.getvalue()
+
+
+class TestSeveral:
+    def test_lines_say_whose_they_are(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+        results, written = shown_all(several(tmp_path))
+        lines = written.splitlines()
+        assert [result.seed for result in results] == [1, 2, 1, 2]
+        assert all(re.match(r"(  )?(ratp|source-only) [12] ", line) for line in lines)
+        assert "ratp 1 stage 1/3 ink: 32 images, 4 steps" in lines
+        assert [line for line in lines if line.startswith("  source-only 2 source epoch 2/2: loss ")]
+        assert [line for line in lines if re.match(r"ratp 2 3/3 fog +ink \d+\.\d  mud ", line)]
+
+    def test_a_bar_a_run(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+        _, written = shown_all(several(tmp_path), terminal=True)
+        text = ESCAPE.sub("", written)
+        assert re.search(r"ratp 1 1/3 ink .*loss \d+\.\d\d \d+\.\d/s", text)
+        assert text.count("✓") == 4 * 3
+        assert all(len(line) <= 80 for line in re.split(r"[\r\n]", text))
+        assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
+
+    def test_bars_stay_lines_however_long_the_names(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+        runs = several(tmp_path, methods=("source-only",))
+        monkeypatch.setattr(progress, "labels", lambda runs: ["m" * 60 for _ in runs])
+        text = ESCAPE.sub("", shown_all(runs, terminal=True)[1])
+        bars = [line for line in re.split(r"[\r\n]", text) if "…" in line]
+        assert bars
+        assert all(len(line) <= 80 for line in bars)
+
+    def test_a_run_that_fails_is_a_result(self, tmp_path):
+        runs = several(tmp_path, methods=("source-only",))
+        runs[0].folder.mkdir()
+        (runs[0].folder / "mine.txt").write_text("mine")
+        results, written = shown_all(runs)
+        assert "mine.txt" in str(results[0])
+        assert results[1].matrix.complete
+        assert "complete already" not in written
+
+    def test_complete_runs_are_said_to_be_complete(self, tmp_path):
+        shown_all(several(tmp_path, methods=("source-only",)))
+        _, written = shown_all(several(tmp_path, seeds=(1, 2, 3), methods=("source-only",)), width=200)
+        assert written.count("complete already") == 2
+
+    def test_quiet_is_silent(self, tmp_path):
+        results, written = shown_all(several(tmp_path, methods=("source-only",)), quiet=True)
+        assert written == ""
+        assert all(result.matrix.complete for result in results)
+
+    def test_names_are_as_long_as_they_must_be(self, tmp_path):
+        one, other = several(tmp_path, seeds=(1,))
+        assert labels([one, other]) == ["ratp", "source-only"]
+        assert labels(several(tmp_path, methods=("ratp",))) == ["ratp 1", "ratp 2"]
+        other.plan = replace(one.plan, order=("mud", "ink", "fog"))
+        assert labels([one, other]) == ["ratp ink>mud>fog", "ratp mud>ink>fog"]

@@ -1,23 +1,28 @@
-"""Showing a run while it runs: bars on a terminal, plain lines elsewhere, nothing when asked to be quiet."""
+"""Showing runs while they run: bars on a terminal, plain lines elsewhere, nothing when asked to be quiet."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from ratp.errors import RatpError
 from ratp.method import Tick
+from ratp.record import RunRecord
 from ratp.run import Event, Run, StageFinished, StageStarted, Trained
+from ratp.side_by_side import run_all
 
 # Reading a loss makes a GPU wait, so the display does it only this often.
 SECONDS_BETWEEN_UPDATES = 0.25
 SECONDS_BETWEEN_LINES = 10.0
+# Of a name beside a bar.
+WIDEST_LABEL = 26
 
 
 class Display(Protocol):
@@ -35,8 +40,30 @@ class Display(Protocol):
 
 def follow(run: Run, console: Console, *, quiet: bool) -> None:
     """Drives a run to its end and shows it. Ctrl-C ends the program with a word on how to go on."""
-    try:
+    with _interruptible(console):
         _follow(run, console, quiet=quiet)
+
+
+def follow_all(
+    runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None
+) -> list[RunRecord | RatpError]:
+    """Drives runs side by side and shows them, as :func:`follow` does; an error is the result of its run only."""
+    with _interruptible(console):
+        if quiet:
+            return run_all(runs, at_once=at_once)
+        with _displays(runs, console) as show:
+            watchers = {id(run): _Watcher(show(run, label)) for run, label in zip(runs, labels(runs), strict=True)}
+            results = run_all(runs, at_once=at_once, on_event=lambda run, event: watchers[id(run)].see(event))
+    for run, result in zip(runs, results, strict=True):
+        if isinstance(result, RunRecord) and not watchers[id(run)].any_event:
+            _say_complete(run, console)
+    return results
+
+
+@contextmanager
+def _interruptible(console: Console) -> Iterator[None]:
+    try:
+        yield
     except KeyboardInterrupt:
         console.print("\n[yellow]Interrupted.[/] The same command continues with the stage it was in.", soft_wrap=True)
         sys.exit(130)
@@ -47,36 +74,68 @@ def _follow(run: Run, console: Console, *, quiet: bool) -> None:
         for _ in run.events():
             pass
         return
-    with _display(run, console) as display:
-        trained = _show(run.events(), display)
+    with _displays([run], console) as show:
+        trained = _show(run.events(), show(run, None))
     if not trained:
-        console.print(f"[dim]{escape(str(run.folder))} is complete already; nothing to train.[/]", soft_wrap=True)
+        _say_complete(run, console)
+
+
+def _say_complete(run: Run, console: Console) -> None:
+    console.print(f"[dim]{escape(str(run.folder))} is complete already; nothing to train.[/]", soft_wrap=True)
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A short name for every run: its method, and whatever else they do not share."""
+    plans = [run.plan for run in runs]
+    several_seeds = len({plan.seed for plan in plans}) > 1
+    orders = list(dict.fromkeys(plan.order for plan in plans))
+    parts = [
+        [plan.method.name]
+        + ([str(plan.seed)] if several_seeds else [])
+        + ([">".join(plan.order)] if len(orders) > 1 else [])
+        for plan in plans
+    ]
+    return [" ".join(part) for part in parts]
 
 
 def _show(events: Iterable[Event], display: Display) -> bool:
     """Shows events until there are no more; tells whether there was any."""
-    shown_at = stage_started = time.perf_counter()
-    steps, any_event = 0, False
+    watcher = _Watcher(display)
     for event in events:
-        any_event = True
+        watcher.see(event)
+    return watcher.any_event
+
+
+class _Watcher:
+    """Passes the events of a run on to its display, the steps only now and then."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._shown_at = self._stage_started = time.perf_counter()
+        self._steps = 0
+        self.any_event = False
+
+    def see(self, event: Event) -> None:
+        """Takes the next event."""
+        self.any_event = True
         if isinstance(event, StageStarted):
-            stage_started, steps = time.perf_counter(), 0
-            display.start(event)
+            self._stage_started, self._steps = time.perf_counter(), 0
+            self._display.start(event)
         elif isinstance(event, Trained):
-            steps += 1
+            self._steps += 1
             now = time.perf_counter()
-            if now - shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
-                shown_at = now
-                display.step(event, steps, steps / max(now - stage_started, 1e-9))
+            if now - self._shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
+                self._shown_at = now
+                self._display.step(event, self._steps, self._steps / max(now - self._stage_started, 1e-9))
         elif isinstance(event, StageFinished):
-            display.finish(event)
-    return any_event
+            self._display.finish(event)
 
 
 @contextmanager
-def _display(run: Run, console: Console) -> Iterator[Display]:
+def _displays(runs: Sequence[Run], console: Console) -> Iterator[Callable[[Run, str | None], Display]]:
+    """What makes a display for a run; its name is needed where there are several."""
     if not console.is_terminal:
-        yield _Lines(run, console)
+        yield lambda run, label: _Lines(run, console, label)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -86,7 +145,10 @@ def _display(run: Run, console: Console) -> Iterator[Display]:
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        yield _Bars(run, console, progress)
+        if len(runs) == 1:
+            yield lambda run, label: _Bars(run, console, progress)
+        else:
+            yield lambda run, label: _OneOfMany(run, console, progress, label or run.plan.method.name)
 
 
 class _Bars:
@@ -107,17 +169,48 @@ class _Bars:
         self._console.print(f"[green]✓[/] {escape(_summary(self._run, event))}", soft_wrap=True)
 
 
+class _OneOfMany:
+    """A bar of a run among others, from its first step to its last; a line for every finished stage."""
+
+    def __init__(self, run: Run, console: Console, progress: Progress, label: str) -> None:
+        self._run, self._console, self._progress, self._label = run, console, progress, label
+        self._task: TaskID | None = None
+
+    def start(self, event: StageStarted) -> None:
+        name = f"[bold]{escape(_shortened(self._label))}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
+        if self._task is None:
+            self._task = self._progress.add_task(name, total=event.steps or None, note="")
+        else:
+            self._progress.reset(self._task, total=event.steps or None, description=name, note="")
+
+    def step(self, event: Trained, done: int, speed: float) -> None:
+        assert self._task is not None
+        loss = f"loss {float(event.tick.means['total']):.2f} " if "total" in event.tick.means else ""
+        self._progress.update(self._task, completed=done, note=f"{loss}{speed:.1f}/s")
+
+    def finish(self, event: StageFinished) -> None:
+        self._console.print(f"[green]✓[/] {escape(_summary(self._run, event, self._label))}", soft_wrap=True)
+        if event.stage + 1 == len(self._run.stream.order) and self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+
+def _shortened(label: str) -> str:
+    """A name that leaves room for a bar."""
+    return label if len(label) <= WIDEST_LABEL else f"{label[: WIDEST_LABEL - 1]}…"
+
+
 class _Lines:
     """A line now and then, and one for every finished stage."""
 
-    def __init__(self, run: Run, console: Console) -> None:
-        self._run, self._console = run, console
+    def __init__(self, run: Run, console: Console, label: str | None = None) -> None:
+        self._run, self._console, self._label = run, console, label
         self._printed_at = time.perf_counter()
         self._steps = 0
 
     def start(self, event: StageStarted) -> None:
         self._steps = event.steps
-        where = f"{self._run.plan.method.name} stage {_place(self._run, event.stage)} {event.domain}"
+        where = f"{self._label or self._run.plan.method.name} stage {_place(self._run, event.stage)} {event.domain}"
         self._print(f"{where}: {event.images} images, {event.steps} steps")
 
     def step(self, event: Trained, done: int, speed: float) -> None:
@@ -125,13 +218,14 @@ class _Lines:
             return
         tick = event.tick
         left = (self._steps - done) / max(speed, 1e-9)
+        name = f"{self._label} {tick.phase.name}" if self._label else tick.phase.name
         self._print(
-            f"  {tick.phase.name} epoch {tick.epoch + 1}/{tick.phase.epochs}: {_note(tick)}, "
+            f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}: {_note(tick)}, "
             f"{speed:.1f} steps/s, {left:.0f} s left"
         )
 
     def finish(self, event: StageFinished) -> None:
-        self._print(_summary(self._run, event))
+        self._print(_summary(self._run, event, self._label))
 
     def _print(self, line: str) -> None:
         self._printed_at = time.perf_counter()
@@ -152,7 +246,7 @@ def _note(tick: Tick) -> str:
     return " ".join(parts)
 
 
-def _summary(run: Run, event: StageFinished) -> str:
+def _summary(run: Run, event: StageFinished, label: str | None = None) -> str:
     accuracies = "  ".join(f"{name} {value:.1f}" for name, value in event.accuracy.items())
-    place = f"{run.plan.method.name} {_place(run, event.stage)} {event.domain}"
+    place = f"{label or run.plan.method.name} {_place(run, event.stage)} {event.domain}"
     return f"{place:<22} {accuracies}  ({event.seconds:.0f} s)"

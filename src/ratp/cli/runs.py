@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from ratp.cli.console import print_json, say, stderr, stdout
 from ratp.cli.loading import data_options, decoding, print_notes
-from ratp.cli.progress import follow
-from ratp.errors import ConfigError
+from ratp.cli.progress import follow, follow_all
+from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.plan import DEFAULT_PRESET, RunPlan, RunRequest, resolve
+from ratp.record import RunRecord
 from ratp.run import Run
+
+DEMO_METHODS = ("source-only", "ratp")
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to standard output.")]
@@ -26,6 +32,9 @@ OnBadImage = Annotated[
     str, typer.Option("--on-bad-image", help="Files that are no usable images: stop with their names, or skip them.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")]
+Jobs = Annotated[
+    str, typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, or as a GPU takes.")
+]
 Probe = Annotated[
     bool,
     typer.Option(
@@ -41,21 +50,32 @@ def run(
             help="Name of the stream (`ratp streams` lists them), a .toml file, a folder of domains, or `folders`."
         ),
     ] = "demo",
-    method: Annotated[
-        str, typer.Option("--method", "-m", help="Name of the method, or a .py file that defines one.")
-    ] = "ratp",
-    order: Annotated[
-        str, typer.Option(help="Order of the domains: a name, or e.g. 'scan>photo>font>street'.")
-    ] = "default",
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method", "-m", help="Name of the method, or a .py file that defines one; repeatable. Default ratp."
+        ),
+    ] = None,
+    orders: Annotated[
+        list[str] | None,
+        typer.Option("--order", help="Order of the domains: a name, or e.g. 'scan>photo>font>street'; repeatable."),
+    ] = None,
     preset: Annotated[str, typer.Option(help="Switches to start from.")] = DEFAULT_PRESET,
-    seed: Annotated[str, typer.Option(help="Seed of everything random.")] = "2022",
+    seeds: Annotated[
+        list[str] | None, typer.Option("--seed", help="Seed of everything random; repeatable. Default 2022.")
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set", "-s", help="Set a switch, e.g. --set pca.scale=8; repeatable. `ratp methods show NAME` lists them."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/STREAM-METHOD-SEED.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory; default runs/STREAM-METHOD-SEED. Of several runs: the folder for their directories."
+        ),
+    ] = None,
     subset: Annotated[bool, typer.Option("--subset", help="Let the order leave domains out.")] = False,
     source: Annotated[Path | None, typer.Option(help="For `folders`: folder or zip of the labelled source.")] = None,
     targets: Annotated[
@@ -76,16 +96,24 @@ def run(
     ] = "stop",
     probe: Probe = False,
     device: Device = "auto",
+    precision: Annotated[
+        str, typer.Option(help="How a GPU multiplies: fp32, tf32, bf16, or auto: tf32 where there is one.")
+    ] = "auto",
+    jobs: Jobs = "auto",
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
-    """Train a method on a stream of domains. The same command continues an interrupted run."""
+    """Train a method on a stream of domains. The same command continues an interrupted run.
+
+    Several seeds, orders or methods are run side by side in all their combinations.
+    """
     request_changes, problems = _parse_changes(changes or [])
+    at_once = _parse_jobs(jobs, problems)
+    combinations = list(product(methods or ["ratp"], orders or ["default"], seeds or ["2022"]))
     with decoding(stderr(), quiet=quiet or json_) as progress:
-        try:
-            options, wrong = data_options(data, on_bad_image, extra_classes, progress)
-            problems += wrong
-            request = RunRequest(
+        options, wrong = data_options(data, on_bad_image, extra_classes, progress)
+        requests = [
+            RunRequest(
                 stream=stream,
                 method=method,
                 order=order,
@@ -94,17 +122,22 @@ def run(
                 changes=request_changes,
                 subset=subset,
                 device=device,
+                precision=precision,
                 source=source,
                 targets=tuple(targets or ()),
                 data=options,
                 weights=weights,
             )
-            plan = resolve(request)
-        except ConfigError as error:
-            raise ConfigError([*problems, *error.problems]) from error
-        if problems:
-            raise ConfigError(problems)
-        current = Run(plan, out or _default_folder(plan), probe=probe)
+            for method, order, seed in combinations
+        ]
+        plans = _resolve_all(requests, [*problems, *wrong])
+        if len(plans) == 1:
+            current = Run(plans[0], out or _default_folder(plans[0]), probe=probe)
+        else:
+            several = _prepare_all(plans, _folders(plans, out), probe=probe)
+    if len(plans) > 1:
+        _run_several(several, out, at_once, quiet=quiet, json_=json_)
+        return
     if not (quiet or json_):
         print_notes(current.stream, stderr())
     follow(current, stderr(), quiet=quiet or json_)
@@ -121,44 +154,136 @@ def run(
         say(f"Next: ratp report {shlex.quote(str(current.folder))}")
 
 
+def _run_several(runs: Sequence[Run], out: Path | None, at_once: int | None, *, quiet: bool, json_: bool) -> None:
+    """Makes runs side by side, compares them and says where they are; those that failed come last."""
+    if not (quiet or json_):
+        said = []
+        for current in runs:
+            about = (current.stream.notes, current.stream.origins, tuple(current.stream.files))
+            if about not in said:
+                said.append(about)
+                print_notes(current.stream, stderr())
+    records, failed = _sorted_out(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once))
+    if json_:
+        errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
+        print_json({"runs": [record.to_json() for record in records], "failed": errors})
+    elif not quiet and records:
+        from ratp.report.terminal import print_report
+
+        print_report(records, stdout())
+        for path in (path for current in runs for path in current.predictions if path.exists()):
+            say(f"Predictions: {path}")
+        folders = [out] if out is not None and not failed else [record.path for record in records]
+        say(f"Next: ratp report {shlex.join(map(str, folders))}")
+    _tell_failures(failed)
+
+
+def _sorted_out(
+    runs: Sequence[Run], results: Sequence[RunRecord | RatpError]
+) -> tuple[list[RunRecord], list[tuple[Run, RatpError]]]:
+    """Records of the runs that came to their end, and the others with their errors."""
+    records = [result for result in results if isinstance(result, RunRecord)]
+    failed = [(run, error) for run, error in zip(runs, results, strict=True) if isinstance(error, RatpError)]
+    return records, failed
+
+
+def _tell_failures(failed: Sequence[tuple[Run, RatpError]]) -> None:
+    """Ends the program with an error for every run that failed, if any did."""
+    for current, error in failed:
+        stderr().print(f"[bold red]error:[/] {escape(f'{current.folder}: {error}')}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(2)
+
+
 def demo(
     seeds: Annotated[list[str] | None, typer.Option("--seed", help="Seed; repeatable. Default 2022.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("runs/demo"),
     probe: Probe = True,
     device: Device = "auto",
+    jobs: Jobs = "auto",
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
-    """Run RaTP and source-only on the embedded stream and compare them."""
+    """Run RaTP and source-only on the embedded stream and compare them. Several seeds are run side by side."""
     from ratp.report.page import write_report
     from ratp.report.terminal import print_report
 
-    requests = [RunRequest(method=m, seed=s, device=device) for s in seeds or ["2022"] for m in ("source-only", "ratp")]
-    records = []
-    for plan in _resolve_all(requests):
-        current = Run(plan, out / f"{plan.method.name}-{plan.seed}", probe=probe)
-        follow(current, stderr(), quiet=quiet or json_)
-        records.append(current.record())
-    page = write_report(records, out / "report")
+    requests = [RunRequest(method=m, seed=s, device=device) for s in seeds or ["2022"] for m in DEMO_METHODS]
+    problems: list[str] = []
+    at_once = _parse_jobs(jobs, problems)
+    plans = _resolve_all(requests, problems)
+    runs = _prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
+    if len(runs) == len(DEMO_METHODS) and at_once is None:
+        for current in runs:
+            follow(current, stderr(), quiet=quiet or json_)
+        results: list[RunRecord | RatpError] = [current.record() for current in runs]
+    else:
+        results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once)
+    records, failed = _sorted_out(runs, results)
+    page = write_report(records, out / "report") if records else None
     if json_:
-        print_json({"runs": [record.to_json() for record in records], "report": str(page)})
-    elif not quiet:
+        print_json({"runs": [record.to_json() for record in records], "report": str(page) if page else None})
+    elif not quiet and records:
         print_report(records, stdout())
         say(f"Report: {page}")
+    _tell_failures(failed)
 
 
-def _resolve_all(requests: list[RunRequest]) -> list[RunPlan]:
-    """All requests resolved, or the mistakes of all of them."""
+def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -> list[RunPlan]:
+    """All requests resolved, or the mistakes of all of them, after those known already."""
     plans: list[RunPlan] = []
-    problems: list[str] = []
+    found: dict[str, list[RunRequest]] = {problem: [] for problem in problems}
     for request in requests:
         try:
             plans.append(resolve(request))
         except ConfigError as error:
-            problems.extend(error.problems)
+            for problem in error.problems:
+                found.setdefault(problem, []).append(request)
+    if found:
+        known = {request.method for request in requests}
+        raise ConfigError([_of_method(problem, {r.method for r in where}, known) for problem, where in found.items()])
+    return plans
+
+
+def _of_method(problem: str, methods: set[str], known: set[str]) -> str:
+    """A mistake, with the methods it is one of if it is not one of all."""
+    return f"{', '.join(sorted(methods))}: {problem}" if methods and methods != known else problem
+
+
+def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], *, probe: bool) -> list[Run]:
+    """A run for every plan, with its images loaded, or all that hinders them."""
+    runs: list[Run] = []
+    problems: list[str] = []
+    repeated = {str(folder) for folder in folders if list(folders).count(folder) > 1}
+    if repeated:
+        names = ", ".join(sorted(repeated))
+        raise ConfigError(f"the same run is asked for twice: {names}. Give every seed, order and method once.")
+    for plan, folder in zip(plans, folders, strict=True):
+        try:
+            runs.append(Run(plan, folder, probe=probe))
+        except ConfigError as error:
+            problems += error.problems
+        except RatpError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return plans
+    return runs
+
+
+def _folders(plans: Sequence[RunPlan], out: Path | None) -> list[Path]:
+    """A folder for each of several plans: as for one, or inside the one asked for."""
+    folders = [_default_folder(plan) for plan in plans]
+    return folders if out is None else [out / folder.name for folder in folders]
+
+
+def _parse_jobs(jobs: str, problems: list[str]) -> int | None:
+    """How many runs at once; None: as many as the device takes. A mistake is added to ``problems``."""
+    if jobs.strip() == "auto":
+        return None
+    if jobs.strip().isdecimal() and int(jobs) > 0:
+        return int(jobs)
+    problems.append(f"--jobs takes auto or a number of runs, 1 or more, got {jobs!r}; e.g. --jobs 4.")
+    return None
 
 
 def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:

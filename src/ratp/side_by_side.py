@@ -1,0 +1,260 @@
+"""Several runs at once, so that small networks fill a GPU, or all cores of a processor.
+
+On a GPU every run has a thread and streams of its own. A training step is one replay of a graph, which hardly needs
+the interpreter, and who waits for the device lets the others go on. On a processor every run has a process with one
+thread to compute with. Either way no run sees another: each gives what it gives alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from ratp.backbones import TIMM
+from ratp.capture import RECORDING, recording_on
+from ratp.errors import ConfigError, RatpError
+from ratp.record import RunRecord
+from ratp.run import Event, Run
+from ratp.run_process import OtherPlanError, RunProcess, unexpected
+
+# Torch has 32 streams a device, and a run needs two.
+MOST_ON_GPU = 15
+# Runs of small networks that a large GPU takes before one more adds nothing. Large networks fill it alone.
+SMALL_ON_GPU = 10
+SMALL = "dtn"
+
+Result = RunRecord | RatpError
+Listener = Callable[[Run, Event], None]
+
+
+def run_all(
+    runs: Sequence[Run], *, at_once: int | None = None, on_event: Listener | None = None
+) -> list[RunRecord | RatpError]:
+    """Makes all runs, or continues them, several at once.
+
+    A run that fails does not stop the others. Ctrl-C stops all at their next step, and the same call continues
+    them.
+
+    Args:
+        runs: What to run, each with a directory of its own.
+        at_once: How many at the same time; by default as many as cores, or as the GPU takes. With 1, runs follow one
+            another in this thread, each as by ``execute``.
+        on_event: Told what happens in which run, by one thread at a time. What it raises stops all runs.
+
+    Returns:
+        For every run its record, or the error that ended it.
+
+    Raises:
+        ConfigError: If ``at_once`` is no number of runs.
+    """
+    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+        raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
+    work = _Work(runs, on_event)
+    for group in _groups(runs):
+        members = [runs[index] for index in group]
+        count = min(len(group), at_once or auto(members))
+        device = members[0].plan.device
+        if device.type == "cuda":
+            count = min(count, MOST_ON_GPU, 1 if any(map(_draws_globally, members)) else MOST_ON_GPU)
+        if count == 1:
+            work.in_turn(group)
+        elif device.type == "cuda":
+            torch.cuda.synchronize(device)  # what was built so far was built on another stream
+            streams = distinct_streams(device, 2 * count)
+            work.at_once(group, [_StreamLane(device, *pair) for pair in zip(streams[::2], streams[1::2], strict=True)])
+        else:
+            work.at_once(group, [_ProcessLane() for _ in range(count)])
+    return work.done()
+
+
+def auto(runs: Sequence[Run]) -> int:
+    """How many runs of one device to make at once."""
+    if runs[0].plan.device.type == "cuda":
+        return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == SMALL for run in runs) else 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _groups(runs: Sequence[Run]) -> list[list[int]]:
+    """Runs that can share a device: of one precision, for some of it is a setting of the whole process."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, run in enumerate(runs):
+        groups.setdefault((str(run.plan.device), run.plan.precision), []).append(index)
+    return list(groups.values())
+
+
+def _draws_globally(run: Run) -> bool:
+    """Whether layers may draw from the device's default generator, which threads would share."""
+    return run.plan.recipe.network.backbone.startswith(TIMM)
+
+
+def distinct_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    """Streams of which no two are the same one. Torch hands out those it has in turn, over and over."""
+    found: dict[int, torch.cuda.Stream] = {}
+    for _ in range(8 * count):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        found.setdefault(stream.cuda_stream, stream)
+        if len(found) == count:
+            return list(found.values())
+    raise RatpError(f"{device} has no {count} streams. Run fewer at once.")
+
+
+class _ProcessLane:
+    """Makes runs in another process, one after another."""
+
+    def __init__(self) -> None:
+        self._process = RunProcess()
+
+    def events(self, run: Run) -> Generator[Event, None, None]:
+        return self._process.events(run)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class _StreamLane:
+    """Makes runs in the thread that asks, on streams of its own, one after another."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, aside: torch.cuda.Stream) -> None:
+        self._device, self._stream, self._aside = device, stream, aside
+        self._ready = False
+
+    def events(self, run: Run) -> Generator[Event, None, None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), recording_on(self._aside):
+            self._get_ready()
+            try:
+                yield from run.events()
+            finally:
+                self._stream.synchronize()  # its memory may go to others from now on
+
+    def _get_ready(self) -> None:
+        """Lets libraries set themselves up for this thread while nobody records."""
+        if self._ready:
+            return
+        with RECORDING:
+            images = torch.zeros(1, 3, 8, 8, device=self._device)
+            F.conv2d(images, torch.zeros(4, 3, 3, 3, device=self._device)).flatten(1) @ torch.zeros(
+                144, 2, device=self._device
+            )
+            self._stream.synchronize()
+        self._ready = True
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+Lane = _ProcessLane | _StreamLane
+
+
+class _Work:
+    """Runs to make, and what became of them."""
+
+    def __init__(self, runs: Sequence[Run], on_event: Listener | None) -> None:
+        self._runs, self._on_event = runs, on_event
+        self._results: dict[int, Result] = {}
+        self._telling = threading.Lock()
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+
+    def done(self) -> list[Result]:
+        return [self._results[index] for index in range(len(self._runs))]
+
+    def in_turn(self, indices: Iterable[int]) -> None:
+        """Makes runs one after another, here."""
+        for index in indices:
+            self._make(index, Run.events)
+            self._raise_failure()
+
+    def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
+        """Makes as many runs at once as there are lanes."""
+        todo, left = deque(indices), deque[int]()
+        ends = [threading.Event() for _ in lanes]
+        threads = [
+            threading.Thread(target=self._serve, args=(lane, todo, left, end), name=f"run-{k}", daemon=True)
+            for k, (lane, end) in enumerate(zip(lanes, ends, strict=True))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for end in ends:  # not by join: a thread whose join Ctrl-C breaks off counts as ended from then on
+                end.wait()
+        except BaseException:
+            self._stop.set()
+            for thread, end in zip(threads, ends, strict=True):
+                if thread.ident is not None:
+                    end.wait()
+            raise
+        self._raise_failure()
+        self.in_turn(sorted(left))
+
+    def _serve(self, lane: Lane, todo: deque[int], left: deque[int], end: threading.Event) -> None:
+        """Makes runs until there are no more, in a thread of its own."""
+        try:
+            while not self._stop.is_set():
+                try:
+                    index = todo.popleft()
+                except IndexError:
+                    break
+                try:
+                    self._make(index, lane.events)
+                except OtherPlanError:
+                    left.append(index)
+            lane.close()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            end.set()
+
+    def _make(self, index: int, events_of: Callable[[Run], Generator[Event, None, None]]) -> None:
+        """Makes one run and keeps its result, unless all have to stop."""
+        run = self._runs[index]
+        try:
+            with closing(events_of(run)) as events:
+                for event in events:
+                    self._tell(run, event)
+                    if self._stop.is_set():
+                        return
+            record = run.record()
+            run.matrix = record.matrix  # where another process made it
+            self._results[index] = record
+        except RatpError as error:
+            self._results[index] = error
+        except OtherPlanError:
+            raise
+        except torch.OutOfMemoryError as error:
+            self._results[index] = _memory_error(run, error)
+        except Exception as error:
+            failed = RatpError(unexpected(error))
+            failed.__cause__ = error
+            self._results[index] = failed
+
+    def _tell(self, run: Run, event: Event) -> None:
+        if self._on_event is None:
+            return
+        try:
+            with self._telling:
+                self._on_event(run, event)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _memory_error(run: Run, error: Exception) -> RatpError:
+    """Too little memory, in a sentence; it holds on to no tensor of the run."""
+    reason = str(error).partition(". ")[0]
+    return RatpError(
+        f"the memory of {run.plan.device} ran out ({reason}). Run fewer at once (--jobs). "
+        f"The stages before are kept in {run.folder}."
+    )
