@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ratp.methods.ratp as ratp_module
 from helpers import accuracy_of, same_tensors, toy_method, toy_plan
 from ratp import capture as capture_module
-from ratp.capture import WARM_UP, CaptureWarning, stepper
+from ratp.capture import WARM_UP, CaptureWarning, recording_on, stepper
 from ratp.errors import RatpError
 from ratp.method import Phase, Tick, train
 from ratp.network import NetworkConfig
@@ -131,7 +133,9 @@ class FakeDevice:
             is_available=lambda: True,
             current_device=lambda: 0,
             default_generators=self.default_generators,
-            Stream=lambda device: SimpleNamespace(name="aside", wait_stream=self._wait("aside")),
+            Stream=lambda device: SimpleNamespace(
+                name="aside", wait_stream=self._wait("aside"), synchronize=lambda: None
+            ),
             device=self._device,
             stream=self._stream,
             current_stream=lambda: self.streams[-1],
@@ -254,6 +258,65 @@ class TestStepper:
 
         with stepper(step, capture=False) as given:
             assert given is step
+
+
+class TestThreads:
+    """Several threads, each with streams of its own."""
+
+    def test_a_thread_records_on_the_stream_it_was_given(self):
+        seen, start = {}, threading.Barrier(3)
+
+        def work(name):
+            with recording_on(name):
+                start.wait()
+                seen[name] = capture_module._side_stream(torch.device("cuda"))
+                with recording_on(f"{name} inside"):
+                    seen[f"{name} inside"] = capture_module._side_stream(torch.device("cuda"))
+                seen[f"{name} again"] = capture_module._side_stream(torch.device("cuda"))
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two", "three")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == {k: k.removesuffix(" again") for k in seen}
+        assert len(seen) == 9
+
+    def test_all_others_share_one(self, monkeypatch):
+        monkeypatch.setattr(capture_module, "_common_stream", lambda device: f"the one of {device}")
+        assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
+        with recording_on("mine"):
+            pass
+        assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
+
+    def test_one_records_or_gives_up_a_recording_at_a_time(self, monkeypatch):
+        """Replays go on meanwhile."""
+        device = FakeDevice(monkeypatch)
+        log, recording = [], threading.Event()
+
+        def slow():
+            if device.recording:
+                recording.set()
+                time.sleep(0.2)
+                log.append("recorded")
+
+        def other():
+            recording.wait()
+            captured()
+            log.append("replayed")
+            captured.close()
+            log.append("closed")
+
+        captured = capture_module._CapturedStep(lambda: None, [])
+        for _ in range(WARM_UP + 1):
+            captured()
+        thread = threading.Thread(target=other)
+        thread.start()
+        with stepper(slow) as step:
+            for _ in range(WARM_UP + 1):
+                step()
+        thread.join()
+        assert log == ["replayed", "recorded", "closed"]
 
 
 class ReadBack(TorchDispatchMode):

@@ -93,7 +93,7 @@ class TestMistakes:
         ("request_", "told"),
         [
             ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
-            ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", "ratp, source-only", ".py file"]),
+            ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", ", source-only", ".py file"]),
             ({"method": "source_only"}, ["unknown method 'source_only'", "Did you mean 'source-only'?"]),
             ({"method": "source-only", "preset": "paper"}, ["preset of source-only 'paper'", "Valid: official"]),
             ({"preset": "Paper"}, ["preset of ratp 'Paper'", "Did you mean 'paper'?", "Valid: official, paper"]),
@@ -180,8 +180,10 @@ class TestFingerprint:
                 other = "resnet18"
             elif isinstance(switch.value, tuple):
                 other = tuple(v + 1 for v in switch.value)
+            elif isinstance(switch.value, int):
+                other = switch.value + 1
             else:
-                other = switch.value + (1 if isinstance(switch.value, int) else 0.25)
+                other = switch.value / 2 or 0.25  # some may not reach 1
             seen.add(
                 self.fingerprint(
                     resolve(RunRequest(method=method, changes={name: other}, device="cpu", weights="none")), stream

@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -77,3 +80,31 @@ class TestScope:
         with Randomness(1).scope("network"):
             torch.rand(1)
         assert seeded == []
+
+    def test_threads_do_not_disturb_one_another(self):
+        def alone(seed):
+            with Randomness(seed).scope("network"):
+                return [torch.rand(3).tolist() for _ in range(5)]
+
+        def beside(seed):
+            start.wait()
+            with Randomness(seed).scope("network"):
+                for _ in range(5):
+                    drawn[seed].append(torch.rand(3).tolist())
+                    time.sleep(0.001)
+
+        before = torch.get_rng_state()
+        start, drawn = threading.Barrier(4), {seed: [] for seed in range(4)}
+        threads = [threading.Thread(target=beside, args=(seed,)) for seed in drawn]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert drawn == {seed: alone(seed) for seed in drawn}
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_a_scope_may_hold_another(self):
+        with Randomness(1).scope("a"), Randomness(2).scope("b"):
+            inside = torch.rand(3).tolist()
+        with Randomness(2).scope("b"):
+            assert torch.rand(3).tolist() == inside

@@ -41,7 +41,8 @@ from ratp.domain import LabelledDomain
 from ratp.errors import RunDirectoryError
 from ratp.inference import classify
 from ratp.methods import METHODS
-from ratp.network import Network
+from ratp.online import SMALLEST_BATCH, classify_by_batch
+from ratp.randomness import Randomness
 from ratp.record import read_run
 from ratp.run import Probed, Run, StageFinished, StageStarted, Trained, TrainingError
 from ratp.training import SupervisedPhase
@@ -81,6 +82,21 @@ def assert_whole_journal(folder, method="ratp"):
     rows = [list(e["accuracy"].values()) for e in journal_of(folder, "stage_finished")]
     assert rows == accuracy_of(folder)
     assert len(journal_of(folder, "run_finished")) == 1
+
+
+def epochs_of(run, stage):
+    """Epochs of each phase of a stage."""
+    if stage == 0:
+        return [phase.epochs for phase in run.method.source_phases(run.stream.source)]
+    return [phase.epochs for phase in run.method.target_phases(run.stream.targets[stage - 1])]
+
+
+def logits_of(network, images, run):
+    """What a network says with the statistics the run's results were measured with."""
+    if run.plan.method.evaluation_statistics(run.plan.config) == "running":
+        return classify(network, images, run.method.scaling)
+    generator = Randomness(run.plan.seed).generator("evaluation")
+    return classify_by_batch(network, images, run.method.scaling, SMALLEST_BATCH, generator)
 
 
 def stop_after(run, count):
@@ -136,12 +152,11 @@ class TestDirectory:
 
     def test_the_journal_has_a_line_an_epoch_and_a_stage(self, run):
         domains = ["scan", "photo", "font", "street"]
-        trained = domains if run.plan.method.name == "ratp" else domains[:1]
         kinds = [e["event"] for e in journal_of(run.folder)]
         assert kinds[0] == "run_started"
         assert kinds[-1] == "run_finished"
         assert [(e["domain"], e["epoch"]) for e in journal_of(run.folder, "epoch")] == [
-            (d, e) for d in trained for e in (0, 1)
+            (d, e) for stage, d in enumerate(domains) for epochs in epochs_of(run, stage) for e in range(epochs)
         ]
         assert [e["domain"] for e in journal_of(run.folder, "stage_started")] == domains
         assert [e["domain"] for e in journal_of(run.folder, "stage_finished")] == domains
@@ -170,10 +185,10 @@ class TestDirectory:
         assert json.loads((run.folder / "config.json").read_text())["fingerprint"] in about
 
     def test_the_weights_alone_give_the_last_row_of_the_matrix(self, run):
-        network = Network(run.plan.recipe.network, 10)
+        network = run.plan.build_method(run.stream).network  # some methods add layers of their own
         network.load_state_dict(tensors_of(run.folder, "weights"))
         for test, expected in zip(run.stream.tests, accuracy_of(run.folder)[-1], strict=True):
-            predicted = classify(network, test.images, run.method.scaling).argmax(dim=1)
+            predicted = logits_of(network, test.images, run).argmax(dim=1)
             assert 100 * float((predicted == test.labels).double().mean()) == pytest.approx(expected, abs=1e-9)
 
     def test_samples_are_images_and_what_was_made_of_them(self, run):
@@ -218,8 +233,8 @@ class TestProbe:
         run, _ = probed
         for stage, name in enumerate(DOMAINS):
             progress = [e["progress"] for e in journal_of(run.folder, "probe") if e["stage"] == stage]
-            trains = stage == 0 or run.plan.method.name == "ratp"
-            assert progress == ([0.0, 0.5, 1.0] if trains else [0.0, 1.0])
+            epochs = sum(epochs_of(run, stage)) or 1
+            assert progress == [epoch / epochs for epoch in range(epochs + 1)]
             assert {e["domain"] for e in journal_of(run.folder, "probe") if e["stage"] == stage} == {name}
 
     def test_its_curve_starts_and_ends_at_the_matrix(self, probed):

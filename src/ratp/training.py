@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ratp.memory import Memory
 from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
 from ratp.network import Network
 from ratp.parts.herding import Selection
-from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.parts.sgd import Group, SGDConfig, StageSGD
 
 
 class Batch(NamedTuple):
@@ -101,6 +101,7 @@ class SupervisedPhase(Phase):
         domain: What to learn.
         sgd: Switches of the optimiser.
         smoothing: ε of label smoothing: targets are (1 − ε)·one-hot + ε/K.
+        groups: What of the network to train, each with a factor on the rate; None: all at the same.
         finish: Called at the end with the domain on the device; what it returns is recorded.
     """
 
@@ -115,6 +116,7 @@ class SupervisedPhase(Phase):
         sgd: SGDConfig,
         *,
         smoothing: float = 0.0,
+        groups: Sequence[Group] | None = None,
         finish: Callable[[LabelledDomain], dict[str, float]] | None = None,
     ) -> None:
         recipe = setting.recipe
@@ -122,13 +124,15 @@ class SupervisedPhase(Phase):
         self._network, self._batch, self._smoothing, self._finish = network, recipe.batch, smoothing, finish
         self._domain = domain.to(setting.device)
         self._batches = Batches(setting, "source", 0, self._domain.images, self._domain.labels)
-        dropout = setting.generator("dropout", 0)
-        network.use_generator(dropout)
-        self.generators = (*self._batches.generators, dropout)
-        self._optimiser = StageSGD(network.parameters(), recipe.lr, recipe.epochs, sgd, recipe.steps)
+        self._dropout = setting.generator("dropout", 0)
+        self.generators = (*self._batches.generators, self._dropout)
+        trained = network.parameters() if groups is None else groups
+        self._optimiser = StageSGD(trained, recipe.lr, recipe.epochs, sgd, recipe.steps)
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate."""
+        if epoch == 0:  # not before: another phase of the stage may come first
+            self._network.use_generator(self._dropout)
         return {"lr": self._optimiser.begin_epoch(epoch)}
 
     def step(self) -> dict[str, Tensor]:

@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 from ratp.method import Method
+from ratp.methods.adabn import AdaBN
+from ratp.methods.bmd import BMD
+from ratp.methods.eata import EATA
+from ratp.methods.efdm import EFDM
+from ratp.methods.pcl import PCL
 from ratp.methods.ratp import RaTP
+from ratp.methods.shot import SHOT
+from ratp.methods.shot_plus import SHOTPlus
+from ratp.methods.shot_plus_plus import SHOTPlusPlus
+from ratp.methods.snr import SNR
 from ratp.methods.source_only import SourceOnly
+from ratp.methods.t3a import T3A
+from ratp.methods.tent import Tent
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (RaTP, SourceOnly)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        RaTP,
+        SourceOnly,
+        SHOT,
+        SHOTPlus,
+        SHOTPlusPlus,
+        BMD,
+        SNR,
+        PCL,
+        EFDM,
+        AdaBN,
+        Tent,
+        T3A,
+        EATA,
+    )
+}

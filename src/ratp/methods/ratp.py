@@ -202,15 +202,16 @@ class RaTPPhase(Phase):
         self._batches = Batches(setting, self.name, stage, images, given, replayed)
         self._images, self._labels = self._batches.images, self._batches.labels
         self._augmentation = setting.generator("randmix", stage)
-        dropout = setting.generator("dropout", stage)
-        self._network.use_generator(dropout)
-        self.generators = *self._batches.generators, self._augmentation, dropout
+        self._dropout = setting.generator("dropout", stage)
+        self.generators = *self._batches.generators, self._augmentation, self._dropout
         can_leave_out = not self._is_target or supports_row_masks(self._network)
         self._static = self.captures = setting.device.type == "cuda" and can_leave_out
         self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd)
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; refreshes the pseudo labels when they are due."""
+        if epoch == 0:
+            self._network.use_generator(self._dropout)
         lr = self._optimiser.begin_epoch(epoch)
         refresh = self._config.refresh
         due = epoch % refresh == 0 if refresh else epoch == 0

@@ -171,19 +171,39 @@ def only_rows(module: nn.Module, mask: Tensor | None, *, first_counts: bool = Fa
 
 @contextmanager
 def by_batch(module: nn.Module) -> Iterator[None]:
-    """Within the block, layers of this file inside ``module`` normalise with the statistics of the batch they see.
+    """Within the block, all BatchNorm layers inside ``module`` normalise with the statistics of the batch they see.
 
     Whatever the mode; running statistics are neither used nor changed.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, _RowMasked)]
     before = [layer._by_batch for layer in layers]
+    foreign = [layer for layer in batch_norms(module).values() if not isinstance(layer, _RowMasked)]
+    tracked = [(layer.running_mean, layer.running_var, layer.track_running_stats) for layer in foreign]
     for layer in layers:
         layer._by_batch = True
+    for other in foreign:  # a layer without running statistics takes the batch's
+        other.running_mean, other.running_var, other.track_running_stats = None, None, False
     try:
         yield
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer._by_batch = was
+        for other, values in zip(foreign, tracked, strict=True):
+            other.running_mean, other.running_var, other.track_running_stats = values
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """All BatchNorm layers inside ``module``, found by their type, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """γ and β of all BatchNorm layers inside ``module`` that have them, by name."""
+    return {
+        f"{name}.{kind}": parameter
+        for name, layer in batch_norms(module).items()
+        for kind, parameter in layer.named_parameters(recurse=False)
+    }
 
 
 def supports_row_masks(module: nn.Module) -> bool:

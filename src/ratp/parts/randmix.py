@@ -263,9 +263,9 @@ def packed_convolution(inputs: Tensor, layer: Linear, padding: int, block: int) 
 @cache
 def _columns(block: int, spanned: int, size: int, device: torch.device) -> Tensor:
     """The kernel's column for each q, i and J of a packed convolution; ``size`` where there is none."""
-    q, i, j = torch.meshgrid(*(torch.arange(n, device=device) for n in (block, block, spanned)), indexing="ij")
+    q, i, j = torch.meshgrid(*(torch.arange(n) for n in (block, block, spanned)), indexing="ij")
     column = block * j + i - q
-    return column.where((column >= 0) & (column < size), size)
+    return column.where((column >= 0) & (column < size), size).to(device)  # complete, whichever stream asks for it
 
 
 def _rows(numbers: Tensor, rows: Tensor | slice) -> Tensor:

@@ -1,0 +1,106 @@
+"""BMD: balanced seeds, several centres a class, labels that follow the model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import source_free_checks as checks
+from ratp.methods.bmd import batch_norm_parameters, dynamic_loss
+from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d
+
+NAME = "bmd"
+
+
+def begun(**changes):
+    method, source, targets = checks.built(NAME, **changes)
+    method.fit_source(source)
+    (phase,) = method.target_phases(targets[0])
+    phase.begin_epoch(0)
+    return method, phase
+
+
+def test_the_classifier_stays_and_batch_norm_and_bottleneck_learn():
+    # DTN: convolution 0, BatchNorm 1, and so on every four layers
+    norms = tuple(f"network.backbone.{place}." for place in (1, 5, 9))
+    checks.check_the_classifier_stays_and_the_rest_learns(NAME, lambda n: n.startswith((*norms, "network.bottleneck")))
+
+
+def test_every_replay_gives_numbers():
+    checks.check_every_replay_gives_numbers(NAME)
+
+
+def test_small_domains():
+    checks.check_small_domains(NAME)
+
+
+def test_steps_can_be_captured():
+    checks.check_steps_can_be_captured(NAME)
+
+
+def test_new_labels_are_written_in_place():
+    checks.check_new_labels_are_written_in_place(NAME)
+
+
+def test_it_adapts():
+    checks.check_it_adapts(NAME, extractor=True)
+
+
+def test_parameters_go_by_type():
+    """Names would miss layers without "bn" in theirs."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), BatchNorm2d(4), torch.nn.Linear(4, 4), BatchNorm1d(4))
+    found = batch_norm_parameters(module)
+    assert [id(p) for p in found] == [id(p) for layer in (module[1], module[3]) for p in (layer.weight, layer.bias)]
+    assert batch_norm_parameters(BatchNorm1d(3, affine=False)) == []
+
+
+def test_labels_count_from_the_second_epoch():
+    _, phase = begun()
+    first = phase.step()
+    assert first["static"] == first["dynamic"] == 0
+    assert first["diversity"] < 0 < first["entropy"]
+    phase.begin_epoch(1)
+    second = phase.step()
+    assert second["static"] > 0 < second["dynamic"]
+    assert second["diversity"] == 0
+
+
+def test_centres_move_a_little_with_every_step_and_are_new_every_epoch():
+    _, phase = begun(decay=0.9)
+    place, before = phase._centres.data_ptr(), phase._centres.clone()
+    phase.step()
+    moved = phase._centres.clone()
+    assert not torch.equal(moved, before)
+    assert (moved - before).abs().max() < 0.3
+    phase.begin_epoch(1)
+    assert phase._centres.data_ptr() == place
+    assert not torch.equal(phase._centres, moved)
+
+
+def test_with_a_decay_of_one_they_stay():
+    _, phase = begun(decay=1.0)
+    before = phase._centres.clone()
+    phase.step()
+    torch.testing.assert_close(phase._centres, before)
+
+
+def test_the_dynamic_loss_is_symmetric_and_finite():
+    logits, similarities = torch.tensor([[2.0, 0.0], [4000.0, -4000.0]]), torch.tensor([[0.96, 0.80], [0.1, 0.9]])
+    p, label = logits[:1].softmax(dim=1), similarities[:1].softmax(dim=1)
+    expected = F.cross_entropy(logits[:1], label) - (p * label.log()).sum()
+    found = dynamic_loss(logits.requires_grad_(), similarities)
+    torch.testing.assert_close(found[0], expected)
+    assert torch.autograd.grad(found.sum(), logits)[0].isfinite().all()
+
+
+def test_replayed_images_have_no_dynamic_label():
+    method, phase = begun()
+    phase.begin_epoch(1)
+    batch = phase._batches.draw(8)
+    output = method.network.eval()(batch.images)
+    none = batch._replace(replayed=torch.ones(8, dtype=torch.bool))
+    assert phase.losses(none, output)["dynamic"] == 0
+    assert phase.losses(none, output)["static"] > 0
+    before = phase._centres.clone()
+    phase.after_update(none, output)
+    assert torch.equal(phase._centres, before)
