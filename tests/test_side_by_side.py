@@ -409,13 +409,9 @@ class TestChoices:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
         assert auto([Run(toy_plan(), tmp_path)]) == 3
 
-    def test_small_networks_share_a_gpu_and_large_ones_do_not(self):
-        def run(backbone):
-            network = SimpleNamespace(network=SimpleNamespace(backbone=backbone))
-            return SimpleNamespace(plan=SimpleNamespace(device=torch.device("cuda"), recipe=network))
-
-        assert auto([run("dtn")] * 3) > 1
-        assert auto([run("dtn"), run("resnet50")]) == 1
+    def test_runs_on_a_gpu_follow_one_another_unless_asked(self):
+        plan = SimpleNamespace(device=torch.device("cuda"))
+        assert auto([SimpleNamespace(plan=plan)] * 3) == 1
 
     def test_devices_and_precisions_follow_one_another(self):
         def run(device, precision):

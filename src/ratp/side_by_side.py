@@ -25,10 +25,6 @@ from ratp.run_process import OtherPlanError, RunProcess, unexpected
 
 # Torch has 32 streams a device, and a run needs two.
 MOST_ON_GPU = 15
-# Runs of small networks that a large GPU takes before one more adds nothing. Large networks fill it alone.
-SMALL_ON_GPU = 10
-SMALL = "dtn"
-
 Result = RunRecord | RatpError
 Listener = Callable[[Run, Event], None]
 
@@ -43,7 +39,7 @@ def run_all(
 
     Args:
         runs: What to run, each with a directory of its own.
-        at_once: How many at the same time; by default as many as cores, or as the GPU takes. With 1, runs follow one
+        at_once: How many at the same time; by default as many as cores, on a GPU one. With 1, runs follow one
             another in this thread, each as by ``execute``.
         on_event: Told what happens in which run, by one thread at a time. What it raises stops all runs.
 
@@ -74,9 +70,9 @@ def run_all(
 
 
 def auto(runs: Sequence[Run]) -> int:
-    """How many runs of one device to make at once."""
+    """How many runs of one device to make at once: on a GPU one, until it is measured how many pay."""
     if runs[0].plan.device.type == "cuda":
-        return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == SMALL for run in runs) else 1
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

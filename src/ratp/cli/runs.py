@@ -33,7 +33,7 @@ OnBadImage = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")]
 Jobs = Annotated[
-    str, typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, or as a GPU takes.")
+    str, typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, on a GPU one.")
 ]
 Probe = Annotated[
     bool,

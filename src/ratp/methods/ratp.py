@@ -295,7 +295,7 @@ class RaTPPhase(Phase):
         return Output(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
 
     def _pass(self, images: Tensor, valid: Tensor | None) -> Output:
-        with only_rows(self._network, valid, first_counts=self._config.joint_batch):  # the first is no copy
+        with only_rows(self._network, valid):
             return self._network(images)
 
     def _distil(self, images: Tensor, output: Output, replayed: Tensor, valid: Tensor | None) -> Tensor:
