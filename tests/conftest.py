@@ -1,10 +1,15 @@
 """Settings shared by all tests."""
 
 import os
+import signal
 
 import pytest
 import torch
 from hypothesis import settings
+
+# A program started in the background ignores Ctrl-C, and so would the tests that send one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
