@@ -253,6 +253,14 @@ class TestProcesses:
             decode_all(troubled, (8, 8), workers=workers, target=full.fileno())
         assert caught.value.errno == errno.ENOSPC
 
+    def test_a_process_that_could_not_write_still_understands_the_next_request(self, troubled):
+        """Whichever batch comes first to a full disk, all of them are told of it."""
+        files = [troubled.read(file) for file in troubled.files if file.name.startswith("cat/")][:1] * 3
+        with open("/dev/full", "wb") as full, parallel._Worker((8, 8), full.fileno()) as worker:
+            for _ in range(3):
+                with pytest.raises(OSError, match="No space left"):
+                    worker.decode([0, 1, 2], files)
+
     def test_a_process_that_dies_is_an_error_that_names_the_files(self, troubled, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         start = parallel._Worker.__init__

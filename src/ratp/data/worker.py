@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, NamedTuple
@@ -73,21 +72,14 @@ def serve(requests: BinaryIO, answers: BinaryIO, size: tuple[int, int] | None, t
     """Answers requests until there are no more."""
     while header := requests.readline():
         work = json.loads(header)
+        files = [requests.read(length) for length in work["sizes"]]  # all, whatever happens: a request follows
         try:
-            outcomes = [
-                decode_one(data, size, target, row)
-                for row, data in zip(work["rows"], _files(requests, work["sizes"]), strict=True)
-            ]
+            outcomes = [decode_one(data, size, target, row) for row, data in zip(work["rows"], files, strict=True)]
             answer: object = {"outcomes": outcomes}
         except OSError as error:
             answer = {"errno": error.errno, "reason": error.strerror or str(error)}
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-
-
-def _files(requests: BinaryIO, sizes: Sequence[int]) -> Iterator[bytes]:
-    for size in sizes:
-        yield requests.read(size)
 
 
 def main() -> None:
