@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -121,6 +121,20 @@ class Phase(ABC):
         """Work after the last epoch (memory, old model); returns what to record of it."""
 
 
+class PhaseShape(Protocol):
+    """What there is to know of a phase without driving it.
+
+    Attributes:
+        name: Short name for progress and journal.
+        epochs: Number of epochs.
+        steps: Updates an epoch.
+    """
+
+    name: str
+    epochs: int
+    steps: int
+
+
 @dataclass(frozen=True)
 class Tick:
     """A moment of training, as the loop hands it out.
@@ -134,7 +148,7 @@ class Tick:
         epoch_done: Whether this was the last step of the epoch.
     """
 
-    phase: Phase
+    phase: PhaseShape
     epoch: int
     step: int
     read_means: Callable[[], Mapping[str, Tensor]]

@@ -10,8 +10,7 @@ from torch import Tensor
 from ratp.method import Phase
 from ratp.parts.sgd import StageSGD
 from ratp.parts.shot_labels import shot_labels
-from ratp.source_free import look
-from ratp.training import Batches, NetworkMethod
+from ratp.training import Batches, NetworkMethod, look, relabel
 
 
 class PseudoLabelPhase(Phase):
@@ -50,31 +49,20 @@ class PseudoLabelPhase(Phase):
         self.batches = Batches(
             setting, self.name, stage, images, given, method.memory if self.is_target and union else None
         )
-        dropout = setting.generator("dropout", stage)
-        self.network.use_generator(dropout)
-        self.generators = (*self.batches.generators, dropout)
+        self._dropout = setting.generator("dropout", stage)
+        self.generators = (*self.batches.generators, self._dropout)
         self._refresh = refresh
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; labels the images of a target when it is time."""
+        if epoch == 0:
+            self.network.use_generator(self._dropout)
         rate = {"lr": self.optimiser.begin_epoch(epoch)}
         if not self.is_target or epoch % self._refresh:
             return rate
-        return rate | self._label(first=epoch == 0)
-
-    def _label(self, *, first: bool) -> dict[str, float]:
-        own = self.batches.labels
         embedding, probabilities = look(self.network, self.method.setting, self.batches.images)
         labels = shot_labels(embedding, probabilities)
-        changed = (labels != own).float().mean().item()
-        own.copy_(labels)
-        shares = labels.bincount(minlength=probabilities.shape[1]) / len(labels)
-        return {
-            "labels_changed": 1.0 if first else changed,
-            "labels_as_predicted": (labels == probabilities.argmax(dim=1)).float().mean().item(),
-            "smallest_class": shares.min().item(),
-            "largest_class": shares.max().item(),
-        }
+        return rate | relabel(self.batches.labels, labels, probabilities, first=epoch == 0)
 
     def finish(self) -> dict[str, float]:
         """Chooses exemplars."""

@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -25,7 +25,7 @@ import torch
 
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-from ratp.method import Phase, Tick
+from ratp.method import Tick
 from ratp.plan import RunPlan, RunRequest, resolve
 from ratp.run import Event, Probed, Run, StageFinished, StageStarted, Trained
 from ratp.stream import DataOptions
@@ -190,23 +190,13 @@ def _fail(answer: Mapping[str, Any]) -> NoReturn:
     raise _ERRORS.get(answer["kind"], RatpError)(answer["message"])
 
 
-class _PhaseElsewhere(Phase):
+@dataclass
+class _PhaseElsewhere:
     """What is known of a phase in another process."""
 
-    def __init__(self, name: str, epochs: int, steps: int) -> None:
-        self.name, self.epochs, self.steps = name, epochs, steps
-
-    def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Happens elsewhere."""
-        raise NotImplementedError
-
-    def step(self) -> dict[str, torch.Tensor]:
-        """Happens elsewhere."""
-        raise NotImplementedError
-
-    def finish(self) -> dict[str, float]:
-        """Happens elsewhere."""
-        raise NotImplementedError
+    name: str
+    epochs: int
+    steps: int
 
 
 def _encoded(event: Event) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 * :class:`Batches` draws from a domain, or from a domain and the memory together.
 * :class:`SupervisedPhase` learns a labelled domain by cross-entropy.
 * :class:`SinglePass` shows a domain to an online method once, in random order.
+* :func:`look` and :func:`relabel` give the images of a domain new labels.
 * :func:`remember` puts the exemplars of a domain into the memory.
 * :class:`NetworkMethod` is a method with one network that predicts, and a memory.
 """
@@ -197,6 +198,37 @@ class SinglePass(Phase):
     def finish(self) -> dict[str, float]:
         """Whatever the method does after the pass."""
         return self._finish(self._images) if self._finish else {}
+
+
+def look(network: Network, setting: Setting, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings and softmax of all images, uint8, in evaluation mode and without random changes."""
+
+    def embed_and_classify(inputs: Tensor) -> tuple[Tensor, ...]:
+        output = network(inputs)
+        return output.embedding, output.logits.softmax(dim=1)
+
+    embedding, probabilities = run_in_chunks(network, embed_and_classify, images, setting.scaling())
+    return embedding, probabilities
+
+
+def relabel(own: Tensor, labels: Tensor, probabilities: Tensor, *, first: bool) -> dict[str, float]:
+    """Writes new labels into the place of the old ones; returns what to record of them.
+
+    Args:
+        own: The labels so far, which a captured step reads: changed in place.
+        labels: The new ones.
+        probabilities: What the network itself says, shape (n, classes).
+        first: Whether the labels so far are none.
+    """
+    changed = 1.0 if first else (labels != own).float().mean().item()
+    own.copy_(labels)
+    shares = labels.bincount(minlength=probabilities.shape[1]) / len(labels)
+    return {
+        "labels_changed": changed,
+        "labels_as_predicted": (labels == probabilities.argmax(dim=1)).float().mean().item(),
+        "smallest_class": shares.min().item(),
+        "largest_class": shares.max().item(),
+    }
 
 
 def remember(

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import source_free_checks as checks
-from ratp.methods.bmd import batch_norm_parameters, dynamic_loss
-from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d
+from ratp.methods.bmd import dynamic_loss
+from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d, affine_parameters
 
 NAME = "bmd"
 
@@ -49,9 +49,9 @@ def test_it_adapts():
 def test_parameters_go_by_type():
     """Names would miss layers without "bn" in theirs."""
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), BatchNorm2d(4), torch.nn.Linear(4, 4), BatchNorm1d(4))
-    found = batch_norm_parameters(module)
+    found = affine_parameters(module).values()
     assert [id(p) for p in found] == [id(p) for layer in (module[1], module[3]) for p in (layer.weight, layer.bias)]
-    assert batch_norm_parameters(BatchNorm1d(3, affine=False)) == []
+    assert not affine_parameters(BatchNorm1d(3, affine=False))
 
 
 def test_labels_count_from_the_second_epoch():

@@ -77,6 +77,7 @@ def test_the_source_loss_is_cross_entropy_of_smoothed_labels():
     (phase,) = method.source_phases(source)
     twin, _, _ = built()
     (other,) = twin.source_phases(source)
+    other.begin_epoch(0)
     batch = other.batches.draw(TINY["batch"])
     log_p = twin.network.train()(batch.images).logits.log_softmax(dim=1)
     targets = 0.9 * F.one_hot(batch.labels, 4) + 0.1 / 4

@@ -30,17 +30,17 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
 from ratp.method import Phase
 from ratp.network import Output
+from ratp.parts.batch_norm import affine_parameters
 from ratp.parts.bmd_labels import bmd_labels, centre_similarities, moved_centres
 from ratp.parts.information import logit_entropy, mean_prediction_entropy
 from ratp.parts.losses import mean_over
-from ratp.source_free import SourceFreeConfig, SourceFreeMethod, TargetPhase
+from ratp.source_free import SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
 from ratp.training import Batch
 
 
@@ -69,25 +69,13 @@ class BMD(SourceFreeMethod):
     )
     config_type = BMDConfig
     large: ClassVar[Mapping[str, Any]] = {"backbone_rate": 0.1}
-    # As for SHOT.
-    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
-        ("demo", "official"): {"lr": 0.005},
-        ("pacs", "official"): {"lr": 0.01},
-        ("domainnet10", "official"): {"lr": 0.01},
-        ("folders", "official"): {"lr": 0.01},
-    }
+    stream_values = SHOT_RATES
     needs = "memory, many passes over a target"
     config: BMDConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
         """One phase with labels and centres made anew every epoch."""
         return [BMDPhase(self, domain.images)]
-
-
-def batch_norm_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Scales and shifts of all BatchNorm inside a module."""
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    return [parameter for layer in layers for parameter in (layer.weight, layer.bias) if parameter is not None]
 
 
 class BMDPhase(TargetPhase):
@@ -100,7 +88,7 @@ class BMDPhase(TargetPhase):
 
     def __init__(self, method: BMD, images: Tensor) -> None:
         config, network = method.config, method.network
-        learning = network.backbone.parameters() if config.extractor else batch_norm_parameters(network.backbone)
+        learning = network.backbone.parameters() if config.extractor else affine_parameters(network.backbone).values()
         super().__init__(method, images, [(learning, config.backbone_rate), (network.bottleneck.parameters(), 1.0)])
         self._config = config
         device = method.setting.device

@@ -27,7 +27,7 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError
-from ratp.inference import classify, run_in_chunks
+from ratp.inference import classify
 from ratp.memory import Memory
 from ratp.method import Method, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
@@ -39,7 +39,7 @@ from ratp.parts.pca import PCAConfig, prototype_contrastive
 from ratp.parts.randmix import RandMix, RandMixConfig
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.t2pl import T2PLConfig, t2pl
-from ratp.training import Batches, remember
+from ratp.training import Batches, look, relabel, remember
 
 
 @dataclass(frozen=True)
@@ -218,23 +218,9 @@ class RaTPPhase(Phase):
         return {"lr": lr} | (self._label(first=epoch == 0) if self._is_target and due else {})
 
     def _label(self, *, first: bool) -> dict[str, float]:
-        embedding, probabilities = run_in_chunks(
-            self._network, self._embed_and_classify, self._images, self._method.scaling
-        )
+        embedding, probabilities = look(self._network, self._method.setting, self._images)
         labels = t2pl(embedding, probabilities, self._config.t2pl).labels
-        changed = (labels != self._labels).float().mean().item()
-        self._labels.copy_(labels)
-        shares = labels.bincount(minlength=probabilities.shape[1]) / len(labels)
-        return {
-            "labels_changed": 1.0 if first else changed,
-            "labels_as_predicted": (labels == probabilities.argmax(dim=1)).float().mean().item(),
-            "smallest_class": shares.min().item(),
-            "largest_class": shares.max().item(),
-        }
-
-    def _embed_and_classify(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        output = self._network(images)
-        return output.embedding, output.logits.softmax(dim=1)
+        return relabel(self._labels, labels, probabilities, first=first)
 
     def step(self) -> dict[str, Tensor]:
         """One update on a batch and the RandMix copies of its confident images."""

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
 from ratp.method import Phase
-from ratp.source_free import SHOTPhase, SourceFreeConfig, SourceFreeMethod
+from ratp.source_free import SHOT_RATES, SHOTPhase, SourceFreeConfig, SourceFreeMethod
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,7 @@ class SHOT(SourceFreeMethod):
     paper = "Liang et al., Do We Really Need to Access the Source Data?, ICML 2020"
     config_type = SHOTConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
-    # SHOT's own rates. The demo's is for SGD without momentum; momentum 0.9 makes a step ten times as long.
-    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
-        ("demo", "official"): {"lr": 0.005},
-        ("pacs", "official"): {"lr": 0.01},
-        ("domainnet10", "official"): {"lr": 0.01},
-        ("folders", "official"): {"lr": 0.01},
-    }
+    stream_values = SHOT_RATES
     needs = "memory, many passes over a target"
     config: SHOTConfig
 

@@ -39,6 +39,7 @@ from ratp.parts.information import entropy
 from ratp.parts.mixmatch import confident_split, consistency, draw_ratio, interleave, mix, sharpen, soft_cross_entropy
 from ratp.parts.sgd import StageSGD
 from ratp.source_free import (
+    SHOT_RATES,
     RotationPhase,
     RotationTask,
     SHOTPhase,
@@ -46,8 +47,8 @@ from ratp.source_free import (
     SourceFreeMethod,
     Views,
     extractor_groups,
-    look,
 )
+from ratp.training import look
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,7 @@ class SHOTPlusPlus(SourceFreeMethod):
     )
     config_type = SHOTPlusPlusConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1, "mixmatch.alpha": 0.75}
-    # As for SHOT.
-    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
-        ("demo", "official"): {"lr": 0.005},
-        ("pacs", "official"): {"lr": 0.01},
-        ("domainnet10", "official"): {"lr": 0.01},
-        ("folders", "official"): {"lr": 0.01},
-    }
+    stream_values = SHOT_RATES
     needs = "memory, many passes over a target, square images, further phases"
     config: SHOTPlusPlusConfig
 

@@ -33,7 +33,7 @@ from ratp.parts.information import information_maximisation
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 from ratp.parts.snr import Restitution, StyleRestitution, dual_restitution, restitutions
 from ratp.pseudo_labels import PseudoLabelPhase
-from ratp.source_free import SHOT_SGD
+from ratp.source_free import SHOT_RATES, SHOT_SGD
 from ratp.training import NetworkMethod
 
 
@@ -63,13 +63,7 @@ class SNR(NetworkMethod):
     needs = "source labels, memory, pseudo labels of targets"
     config_type = SNRConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
-    # SHOT's own rates. The demo's is for SGD without momentum; momentum 0.9 makes a step ten times as long.
-    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
-        ("demo", "official"): {"lr": 0.005},
-        ("pacs", "official"): {"lr": 0.01},
-        ("domainnet10", "official"): {"lr": 0.01},
-        ("folders", "official"): {"lr": 0.01},
-    }
+    stream_values = SHOT_RATES
     config: SNRConfig
 
     def __init__(self, setting: Setting, config: SNRConfig) -> None:

@@ -34,12 +34,10 @@ class _Rows:
 
     Attributes:
         mask: Which rows count, bool of shape (n,).
-        first_counts: Whether the first row is known to count.
     """
 
-    def __init__(self, mask: Tensor, first_counts: bool) -> None:
+    def __init__(self, mask: Tensor) -> None:
         self.mask = mask
-        self.first_counts = first_counts
         self._made: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -49,12 +47,6 @@ class _Rows:
             count = counts.sum()
             self._made["weights", dtype] = counts, counts / count.clamp_min(1), count.clamp(max=1)
         return self._made["weights", dtype]
-
-    def spread(self, space: int, dtype: torch.dtype) -> Tensor:
-        """How many values each row counts for, with ``space`` values a row."""
-        if ("spread", space, dtype) not in self._made:
-            self._made["spread", space, dtype] = (self.mask.to(dtype) * space,)
-        return self._made["spread", space, dtype][0]
 
     def totals(self, space: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """For ``space`` values a row: m (1 if none), m/(m − 1), and whether a variance can be taken, as 1 or 0."""
@@ -83,8 +75,6 @@ class _RowMasked(_BatchNorm):
         if rows.mask.shape != x.shape[:1]:
             raise RatpError(f"a mask of {tuple(rows.mask.shape)} rows does not fit a batch of {tuple(x.shape)}.")
         dtype, space = torch.promote_types(x.dtype, torch.float32), math.prod(x.shape[2:])
-        if x.is_cuda and rows.first_counts and self.training and self.momentum is not None:
-            return self._gathered(x, rows, space, dtype, self.momentum)
         with torch.no_grad():
             mean, variance = _statistics(x.to(dtype), rows.weights(dtype)[1])
             usual_mean, usual_variance = self.running_mean, self.running_var
@@ -96,27 +86,6 @@ class _RowMasked(_BatchNorm):
             if self.training:
                 self._track(mean, variance, rows, space)
             invstd = (variance + self.eps).rsqrt()
-        total, counts = rows.totals(space, dtype)[0], rows.weights(dtype)[0]
-        y: Tensor = _Normalise.apply(x, self.weight, self.bias, counts, mean, invstd, total)
-        return y
-
-    def _gathered(self, x: Tensor, rows: _Rows, space: int, dtype: torch.dtype, momentum: float) -> Tensor:
-        """The same by the kernels of synchronised BatchNorm: every row is a device of its own, some of no images."""
-        with torch.no_grad():
-            if x.ndim == 2:
-                mean, variance = x.to(dtype), torch.zeros_like(x, dtype=dtype)
-            else:
-                variance, mean = torch.var_mean(x.to(dtype), dim=tuple(range(2, x.ndim)), correction=0)
-            running: tuple[Tensor | None, Tensor | None] = (None, None)
-            if self.running_mean is not None and self.running_var is not None:
-                # past autograd, as below
-                running = self.running_mean.data, self.running_var.data
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-            each = (variance + self.eps).rsqrt()
-            mean, invstd = torch.batch_norm_gather_stats_with_counts(
-                x, mean, each, *running, momentum, self.eps, rows.spread(space, dtype)
-            )
         total, counts = rows.totals(space, dtype)[0], rows.weights(dtype)[0]
         y: Tensor = _Normalise.apply(x, self.weight, self.bias, counts, mean, invstd, total)
         return y
@@ -149,17 +118,16 @@ class BatchNorm2d(_RowMasked, nn.BatchNorm2d):
 
 
 @contextmanager
-def only_rows(module: nn.Module, mask: Tensor | None, *, first_counts: bool = False) -> Iterator[None]:
+def only_rows(module: nn.Module, mask: Tensor | None) -> Iterator[None]:
     """Within the block, layers of this file inside ``module`` take batch statistics from the rows of ``mask`` only.
 
     Args:
         module: Whose layers.
         mask: Which rows count, bool of shape (n,); None: all, as ever.
-        first_counts: Whether the first row is known to count, which allows a shorter way on GPUs.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, _RowMasked)]
     before = [layer._rows for layer in layers]
-    rows = None if mask is None else _Rows(mask, first_counts)
+    rows = None if mask is None else _Rows(mask)
     for layer in layers:
         layer._rows = rows
     try:

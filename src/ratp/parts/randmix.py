@@ -206,18 +206,19 @@ class _Layers:
             self._shapes += [(CHANNELS, CHANNELS, size, size), (CHANNELS,)]
             self._bounds += [1 / math.sqrt(CHANNELS * size * size)] * 2
         self._counts = [math.prod(shape) for shape in self._shapes]
-        self._bound: Tensor | None = None
+        self._bounds_on: dict[torch.device, Tensor] = {}
 
     def draw(self, init: Literal["uniform", "normal"], generator: torch.Generator) -> list[Linear]:
         """Weights and biases: uniform within ±bound, or normal with that bound as deviation."""
-        if self._bound is None or self._bound.device != generator.device:
+        device = generator.device
+        if device not in self._bounds_on:
             bounds = torch.tensor(self._bounds).repeat_interleave(torch.tensor(self._counts))
-            self._bound = bounds.to(generator.device)
-        count = len(self._bound)
+            self._bounds_on[device] = bounds.to(device)
+        bound = self._bounds_on[device]
         if init == "normal":
-            numbers = torch.randn(count, generator=generator, device=generator.device) * self._bound
+            numbers = torch.randn(len(bound), generator=generator, device=device) * bound
         else:
-            numbers = torch.rand(count, generator=generator, device=generator.device).mul_(2).sub_(1) * self._bound
+            numbers = torch.rand(len(bound), generator=generator, device=device).mul_(2).sub_(1) * bound
         tensors = [
             part.view(shape) for part, shape in zip(torch.split(numbers, self._counts), self._shapes, strict=True)
         ]

@@ -7,6 +7,7 @@ Sizes follow the published code. Every order of the paper has a name: ``default`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
@@ -137,15 +138,10 @@ DOMAINNET10 = StreamSpec(
         "Sk>Re>Pa>Cl>Qu>In",
         "Sk>Re>Qu>Pa>In>Cl",
     ),
-    recipe=Recipe(
-        network=NetworkConfig(backbone="resnet50", hidden=512, dim=512),
-        size=224,
-        epochs=30,
+    recipe=replace(
+        PACS.recipe,
+        network=replace(PACS.recipe.network, dim=512),
         steps=70,
-        lr=0.005,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        source_transform=OBJECTS,
         target_transform=CROP_FLIP,
     ),
     load=_loader(
