@@ -38,14 +38,40 @@ class ChannelDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Zeroes channels and scales the rest up."""
+        keep = self.draw(x)
+        return x if keep is None else x * keep[:, :, None, None].to(x.dtype)
+
+    def draw(self, x: Tensor) -> Tensor | None:
+        """The factor on every channel of every image, shape (n, c); None where nothing is dropped."""
         if not self.training:
-            return x
+            return None
         keep = torch.rand(x.shape[:2], generator=self.generator, device=x.device) >= self.probability
-        return x * (keep / (1 - self.probability))[:, :, None, None].to(x.dtype)
+        return keep / (1 - self.probability)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelDropout:
         """A copy without the generator: two modules drawing from one would shift each other's numbers."""
         return ChannelDropout(self.probability).train(self.training)
+
+
+class DTN(nn.Sequential):
+    """DTN's layers one after another, but BatchNorm, dropout and ReLU in one go."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of normalised images."""
+        layers = list(self)
+        for index, layer in enumerate(layers):
+            if isinstance(layer, BatchNorm2d):
+                dropout, last = layers[index + 1 : index + 3]
+                assert isinstance(dropout, ChannelDropout)
+                x = layer(x, keep=dropout.draw(x), relu=_is_plain_relu(last))
+            elif not (isinstance(layer, ChannelDropout) or _is_plain_relu(layer)):
+                x = layer(x)
+        return x
+
+
+def _is_plain_relu(layer: nn.Module) -> bool:
+    """Whether a layer is ReLU and nothing else: nobody put a module behind it or listens to it."""
+    return type(layer) is nn.ReLU and not layer._forward_hooks
 
 
 def check_backbone(name: str, width: float = 1.0, image_size: tuple[int, int] | None = None) -> None:
@@ -129,7 +155,7 @@ def expected_tensors(name: str) -> dict[str, Tensor]:
             return dict((dtn(1.0)[0] if name == "dtn" else _library_model(name)).state_dict())
 
 
-def dtn(width: float, image_size: tuple[int, int] = (32, 32)) -> tuple[nn.Sequential, int]:
+def dtn(width: float, image_size: tuple[int, int] = (32, 32)) -> tuple[DTN, int]:
     """DTN, the LeNet variant for 32×32 digits, and the dimension of its features.
 
     Three blocks of strided 5×5 convolution, BatchNorm, channel dropout and ReLU, with 64, 128 and 256
@@ -148,7 +174,7 @@ def dtn(width: float, image_size: tuple[int, int] = (32, 32)) -> tuple[nn.Sequen
         ]
         before = after
         height, width_left = -(-height // 2), -(-width_left // 2)
-    return nn.Sequential(*layers, nn.Flatten()), before * height * width_left
+    return DTN(*layers, nn.Flatten()), before * height * width_left
 
 
 def _library_model(name: str) -> nn.Module:
@@ -156,11 +182,9 @@ def _library_model(name: str) -> nn.Module:
     if name.startswith(TIMM):
         model = timm_library().create_model(name.removeprefix(TIMM), num_classes=0, pretrained=False)
         return model
-    import torchvision.models  # takes seconds
+    from ratp.resnet import resnet  # torchvision takes seconds
 
-    model = torchvision.models.get_model(name, weights=None, norm_layer=BatchNorm2d)
-    model.fc = nn.Identity()  # what is left ends in the pooling and a flatten
-    return model
+    return resnet(name)
 
 
 def timm_library() -> ModuleType:

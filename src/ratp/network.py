@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.backbones import ChannelDropout, check_backbone, make_backbone
@@ -51,6 +52,28 @@ class Output(NamedTuple):
     logits: Tensor
 
 
+class _WideLinear(nn.Linear):
+    """A linear layer that a GPU multiplies as it does convolutions: in TF32 if these are.
+
+    PyTorch has a switch for convolutions and another for matrix products, which losses and labels need exact.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x·Wᵀ + b."""
+        if not x.is_cuda:
+            return super().forward(x)
+        return F.conv2d(x[:, :, None, None], self.weight[:, :, None, None], self.bias).flatten(1)
+
+
+class _Bottleneck(nn.Sequential):
+    """Linear, BatchNorm, ReLU, Linear: the middle two in one go."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The embedding."""
+        first, norm, _, last = self
+        return cast(Tensor, last(norm(first(x), relu=True)))
+
+
 class Network(nn.Module):
     """A classifier in three parts.
 
@@ -78,8 +101,8 @@ class Network(nn.Module):
         self.channels_last = False
         self.precision: Precision = "fp32"
         self.backbone, features = make_backbone(config.backbone, image_size, config.width)
-        self.bottleneck = nn.Sequential(
-            nn.Linear(features, config.hidden),
+        self.bottleneck = _Bottleneck(
+            _WideLinear(features, config.hidden),
             BatchNorm1d(config.hidden),
             nn.ReLU(),
             nn.Linear(config.hidden, config.dim),
@@ -99,7 +122,7 @@ class Network(nn.Module):
     def on(self, device: torch.device, precision: Precision = "fp32") -> Network:
         """The network on a device, in the layout that is fastest there."""
         self.precision = precision
-        self.channels_last = device.type == "cuda" and self.config.backbone != "dtn"
+        self.channels_last = device.type == "cuda"
         self.to(device)
         if self.channels_last:
             self.to(memory_format=torch.channels_last)

@@ -9,6 +9,9 @@ the shapes of a training step never depend on its data:
 For the rows where the mask is true this is what torch's layers give on these rows alone: outputs, running
 statistics and gradients. The other rows are normalised with the same statistics and have no part in them; what
 becomes of them must enter no loss. Nothing is read back from the device.
+
+A layer can be asked for what follows it as well, dropped channels, an addition and ReLU: on a GPU that is done on the
+way, by kernels of :mod:`ratp.kernels.norm`.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ratp import kernels
 from ratp.errors import RatpError
 
 _TRACKED = "mean", "var"
+_FUSED_TYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 class _Rows:
@@ -48,6 +53,12 @@ class _Rows:
             self._made["weights", dtype] = counts, counts / count.clamp_min(1), count.clamp(max=1)
         return self._made["weights", dtype]
 
+    def count(self) -> Tensor:
+        """How many rows count, as one number."""
+        if ("count",) not in self._made:
+            self._made["count",] = (self.mask.sum(dtype=torch.float32),)
+        return self._made["count",][0]
+
     def totals(self, space: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """For ``space`` values a row: m (1 if none), m/(m − 1), and whether a variance can be taken, as 1 or 0."""
         if ("totals", space, dtype) not in self._made:
@@ -63,8 +74,62 @@ class _RowMasked(_BatchNorm):
     _rows: _Rows | None = None
     _by_batch = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises; with a mask in force, by the statistics of its rows."""
+    def forward(
+        self, x: Tensor, *, keep: Tensor | None = None, add: Tensor | None = None, relu: bool = False
+    ) -> Tensor:
+        """Normalises; with a mask in force, by the statistics of its rows.
+
+        Args:
+            x: Shape (n, c, …).
+            keep: Factor on every channel of every image, float32 of shape (n, c).
+            add: What to add then, of the shape of x.
+            relu: Whether ReLU comes last.
+        """
+        if self._fuses(x):
+            return self._fused(x, keep, add, relu)
+        y = self._normalised(x)
+        if keep is not None:
+            y = y * _spread(keep, x).to(x.dtype)
+        if add is not None:
+            y = y + add
+        return F.relu(y) if relu else y
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether there are kernels for this: with running statistics, and gradients only while training."""
+        if not x.is_cuda:
+            return False
+        has_all = not self._by_batch and self.affine and self.track_running_stats and self.momentum is not None
+        needs_none = self.training or not (torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad))
+        known = x.ndim in (2, 4) and x.numel() > 0 and x.dtype in _FUSED_TYPES and self.weight.dtype == torch.float32
+        return has_all and needs_none and known and kernels.usable(x.device)
+
+    def _fused(self, x: Tensor, keep: Tensor | None, add: Tensor | None, relu: bool) -> Tensor:
+        from ratp.kernels import norm
+
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        if not self.training:
+            statistics = self.running_mean, self.running_var
+            return norm.infer(x, *statistics, self.weight, self.bias, self.eps, keep=keep, add=add, relu=relu)
+        mask = count = None
+        if self._rows is not None:
+            self._check_mask(x)
+            mask, count = self._rows.mask, self._rows.count()
+        elif x.numel() == x.shape[1]:
+            raise ValueError(f"expected more than one value a channel while training, got {tuple(x.shape)}.")
+        running = self.running_mean, self.running_var, self.num_batches_tracked
+        y: Tensor = norm.Normalise.apply(
+            x, self.weight, self.bias, add, keep, mask, count, running, self.momentum, self.eps, relu
+        )
+        return y
+
+    def _check_mask(self, x: Tensor) -> None:
+        assert self._rows is not None
+        mask = self._rows.mask
+        if mask.shape != x.shape[:1]:
+            raise RatpError(f"a mask of {tuple(mask.shape)} rows does not fit a batch of {tuple(x.shape)}.")
+
+    def _normalised(self, x: Tensor) -> Tensor:
         rows = self._rows
         if self._by_batch:
             self._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -72,8 +137,7 @@ class _RowMasked(_BatchNorm):
         if rows is None or not (self.training or self.running_mean is None):
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        if rows.mask.shape != x.shape[:1]:
-            raise RatpError(f"a mask of {tuple(rows.mask.shape)} rows does not fit a batch of {tuple(x.shape)}.")
+        self._check_mask(x)
         dtype, space = torch.promote_types(x.dtype, torch.float32), math.prod(x.shape[2:])
         with torch.no_grad():
             mean, variance = _statistics(x.to(dtype), rows.weights(dtype)[1])

@@ -18,13 +18,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ratp import kernels
 from ratp.config import switch
+
+if TYPE_CHECKING:
+    from ratp.kernels.randmix import Mixture
 
 CHANNELS = 3
 NOISE_DIM = 10
@@ -149,6 +153,10 @@ class RandMix:
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augments ``images`` with given random numbers."""
+        if kernels.usable(images.device):
+            kernel = self._kernel()
+            if kernel.fits(images):
+                return kernel(images, draw)
         inputs = images if draw.input_noise is None else images + draw.input_noise
         squash = torch.tanh if self.config.tanh else _identity
         terms: list[Tensor] = []
@@ -166,6 +174,21 @@ class RandMix:
             mixed = mixed + term * share
         mixed = mixed.sigmoid()
         return (mixed - self._mean) / self._std if self.config.renormalise else mixed
+
+    def _kernel(self) -> Mixture:
+        from ratp.kernels.randmix import Mixture
+
+        config = self.config
+        return Mixture(
+            residual=config.adain == "residual",
+            tanh=config.tanh,
+            safe=config.safe_division,
+            renormalise=config.renormalise,
+            smallest=SMALLEST_WEIGHT_SUM,
+            dropout=COLOUR_DROPOUT,
+            mean=self._mean,
+            std=self._std,
+        )
 
     def _autoencode(self, inputs: Tensor, branch: Branch) -> Tensor:
         hidden = _convolution(inputs, branch.encoder)
