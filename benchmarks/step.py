@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
-from ratp.capture import WARM_UP, stepper
+from ratp.capture import WARM_UP, Stepper, bunches, stepper
 from ratp.domain import LabelledDomain
 from ratp.environment import describe_environment
 from ratp.files import write_json
@@ -74,9 +73,9 @@ def measure(stage: str, options: argparse.Namespace, device: torch.device, *, ca
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with stepper(lambda: _ignore(phase.step()), phase.generators, capture=capture) as step:
-        for _ in range(WARM_UP + 2 if device.type == "cuda" else 1):
-            step()
+    bunch = bunches(options.steps)
+    with stepper(lambda: _ignore(phase.step()), phase.generators, capture=capture, bunch=bunch) as step:
+        make(step, WARM_UP + 2 * bunch if device.type == "cuda" else 1)
         times = [_milliseconds(step, options.steps, device) for _ in range(REPEATS if device.type == "cuda" else 1)]
     numbers = {"ms": round(median(times), 3)}
     if device.type == "cuda":
@@ -84,22 +83,26 @@ def measure(stage: str, options: argparse.Namespace, device: torch.device, *, ca
     return numbers
 
 
+def make(step: Stepper, count: int) -> None:
+    """Makes some steps."""
+    while count > 0:
+        count -= step(count)
+
+
 def _ignore(scalars: object) -> None:
     del scalars
 
 
-def _milliseconds(step: Callable[[], None], count: int, device: torch.device) -> float:
+def _milliseconds(step: Stepper, count: int, device: torch.device) -> float:
     """Mean time of some steps in a row, the device's own where it has a clock."""
     if device.type != "cuda":
         started = time.perf_counter()
-        for _ in range(count):
-            step()
+        make(step, count)
         return 1000 * (time.perf_counter() - started) / count
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     first.record()
-    for _ in range(count):
-        step()
+    make(step, count)
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) / count

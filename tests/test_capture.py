@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ratp.methods.ratp as ratp_module
 from helpers import accuracy_of, same_tensors, toy_method, toy_plan
 from ratp import capture as capture_module
-from ratp.capture import WARM_UP, CaptureWarning, recording_on, stepper
+from ratp.capture import WARM_UP, CaptureWarning, bunches, recording_on, stepper
 from ratp.errors import RatpError
 from ratp.method import Phase, Tick, train
 from ratp.network import NetworkConfig
@@ -116,7 +116,7 @@ class TestLoop:
         for _ in range(5):
             next(ticks)
         ticks.close()
-        assert [graph.log for graph in device.graphs] == [["begin", "end", "replay", "replay", "reset"]]
+        assert [graph.log for graph in device.graphs] == [["begin", "end", "replay", "reset"]]
 
 
 class FakeDevice:
@@ -209,6 +209,27 @@ class TestStepper:
         assert graph.registered == [source]
         assert [stream.name for stream in device.streams] == ["usual"]
 
+    def test_several_steps_become_one_graph(self, monkeypatch):
+        device, made = FakeDevice(monkeypatch), []
+        with stepper(lambda: made.append("recorded" if device.recording else "run"), bunch=4) as step:
+            assert [step(10) for _ in range(WARM_UP + 2)] == [1] * WARM_UP + [4, 4]
+            assert step(3) == 1  # too few are left
+            assert step(4) == 4
+        assert made == ["run"] * WARM_UP + ["recorded"] * 4 + ["run"]
+        assert device.graphs[0].log == ["begin", "end", "replay", "replay", "replay", "reset"]
+
+    @pytest.mark.parametrize(("steps", "bunch"), [(800, 10), (50, 10), (12, 6), (7, 7), (53, 1), (1, 1)])
+    def test_an_epoch_consists_of_whole_graphs(self, steps, bunch):
+        assert bunches(steps) == bunch
+
+    def test_an_epoch_has_as_many_steps_as_it_should(self, monkeypatch):
+        FakeDevice(monkeypatch)
+        *ticks, _ = train([Counting(epochs=3, steps=8)], capture=True)
+        made = [1] * 8 + [8] * 2
+        assert [tick.made for tick in ticks] == made
+        assert [tick.step for tick in ticks] == [*range(1, 9), 8, 8]
+        assert [tick.epoch_done for tick in ticks] == [False] * 7 + [True] * 3
+
     def test_the_first_steps_keep_their_place_among_other_work(self, monkeypatch):
         device = FakeDevice(monkeypatch)
         with stepper(lambda: device.log.append(f"step on {device.streams[-1].name}")) as step:
@@ -243,21 +264,16 @@ class TestStepper:
 
     def test_chance_from_elsewhere_would_be_recorded_too(self, monkeypatch):
         """A replay would repeat the same numbers for ever."""
-        FakeDevice(monkeypatch)
-
-        def step():
-            raise AssertionError
-
+        device, made = FakeDevice(monkeypatch), []
         with pytest.warns(CaptureWarning, match="without CUDA graphs: the steps draw from a generator on cpu"):
-            given = stepper(step, [FakeGenerator(), torch.Generator()]).__enter__()
-        assert given is step
+            step = stepper(lambda: made.append(1), [FakeGenerator(), torch.Generator()]).__enter__()
+        assert [step(5) for _ in range(WARM_UP + 2)] == made == [1] * (WARM_UP + 2)
+        assert device.graphs == []
 
     def test_not_to_capture_is_to_call_the_step(self):
-        def step():
-            raise AssertionError
-
-        with stepper(step, capture=False) as given:
-            assert given is step
+        made = []
+        with stepper(lambda: made.append(1), capture=False, bunch=4) as step:
+            assert [step(4) for _ in range(WARM_UP + 2)] == made == [1] * (WARM_UP + 2)
 
 
 class TestThreads:
@@ -307,7 +323,7 @@ class TestThreads:
             captured.close()
             log.append("closed")
 
-        captured = capture_module._CapturedStep(lambda: None, [])
+        captured = capture_module._CapturedSteps(lambda: None, [], 1)
         for _ in range(WARM_UP + 1):
             captured()
         thread = threading.Thread(target=other)

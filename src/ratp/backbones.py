@@ -11,8 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ratp import kernels
 from ratp.errors import ConfigError, unknown
 from ratp.parts.batch_norm import BatchNorm2d
 
@@ -54,16 +56,18 @@ class ChannelDropout(nn.Module):
 
 
 class DTN(nn.Sequential):
-    """DTN's layers one after another, but BatchNorm, dropout and ReLU in one go."""
+    """DTN's layers one after another, but BatchNorm, dropout and ReLU in one go; on GPUs a bias too."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Features of normalised images."""
-        layers = list(self)
+        layers, bias = list(self), None
         for index, layer in enumerate(layers):
-            if isinstance(layer, BatchNorm2d):
+            if isinstance(layer, nn.Conv2d) and kernels.usable(x.device):
+                x, bias = F.conv2d(x, layer.weight, None, layer.stride, layer.padding), layer.bias
+            elif isinstance(layer, BatchNorm2d):
                 dropout, last = layers[index + 1 : index + 3]
                 assert isinstance(dropout, ChannelDropout)
-                x = layer(x, keep=dropout.draw(x), relu=_is_plain_relu(last))
+                x = layer(x, offset=bias, keep=dropout.draw(x), relu=_is_plain_relu(last))
             elif not (isinstance(layer, ChannelDropout) or _is_plain_relu(layer)):
                 x = layer(x)
         return x

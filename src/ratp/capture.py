@@ -1,8 +1,8 @@
 """Training steps as CUDA graphs: recorded once, then replayed as a whole, without the host's work in between.
 
 A small network's step is hundreds of short kernels, and launching them from Python takes several times as long as
-running them. A replay launches all of them at once. It runs the same kernels on the same memory and draws on from
-the same generators, so the numbers are those of the step run by hand.
+running them. A replay launches all of them at once, for several steps in a row. It runs the same kernels on the same
+memory and draws on from the same generators, so the numbers are those of the steps run by hand.
 
 Several threads may train at once, each on a stream of its own and recording on another of its own
 (:func:`recording_on`). A process makes one recording at a time; the other threads go on computing meanwhile.
@@ -15,17 +15,22 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Protocol, TypeVar
 
 import torch
 
 # Steps before the recording: libraries set themselves up and choose their kernels in these.
 WARM_UP = 3
+# Steps of a graph, at most: what a replay costs the host, some ten kernels for its generators among it, is then little.
+BUNCH = 10
 
 # Held while something is recorded or a recording is given up. Torch makes one recording at a time, waits for the whole
 # device and empties its cache before it, none of which another recording survives; and the device's default
 # generator keeps a list of all graphs.
 RECORDING = threading.RLock()
 _thread = threading.local()
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class CaptureWarning(RuntimeWarning):
@@ -43,60 +48,78 @@ def recording_on(stream: torch.cuda.Stream) -> Iterator[None]:
         _thread.stream = before
 
 
+class Stepper(Protocol):
+    """Makes steps when called."""
+
+    def __call__(self, most: int = 1) -> int:
+        """Makes one step or several, ``most`` at most; returns how many."""
+
+
 @contextmanager
 def stepper(
-    step: Callable[[], None], generators: Sequence[torch.Generator] = (), *, capture: bool = True
-) -> Iterator[Callable[[], None]]:
-    """What to call once for every step; a graph lives no longer than the block.
+    step: Callable[[], None], generators: Sequence[torch.Generator] = (), *, capture: bool = True, bunch: int = 1
+) -> Iterator[Stepper]:
+    """What to call for steps; a graph lives no longer than the block.
 
     Args:
         step: One step, which obeys what :class:`ratp.method.Phase` asks for with ``captures``.
         generators: All generators on the device that it draws from.
         capture: Whether to capture it; if not, or if it cannot be, every call is one of ``step``.
+        bunch: Steps that become a graph together.
     """
+
+    def once(most: int = 1) -> int:
+        del most
+        step()
+        return 1
+
     reason = _obstacle(generators) if capture else None
     if reason:
         _warn(reason)
     if reason or not capture:
-        yield step
+        yield once
         return
-    captured = _CapturedStep(step, generators)
+    captured = _CapturedSteps(step, generators, bunch)
     try:
         yield captured
     finally:
         captured.close()
 
 
-class _CapturedStep:
-    """A step that becomes a graph: the first calls run it, one records it, all later ones replay it."""
+def bunches(steps: int) -> int:
+    """How many steps to put into a graph so that an epoch of ``steps`` consists of whole ones."""
+    return max(size for size in range(1, BUNCH + 1) if steps % size == 0)
 
-    def __init__(self, step: Callable[[], None], generators: Sequence[torch.Generator]) -> None:
-        self._step = step
+
+class _CapturedSteps:
+    """Steps that become a graph: the first are run, some are recorded, and all later ones replay these."""
+
+    def __init__(self, step: Callable[[], None], generators: Sequence[torch.Generator], bunch: int) -> None:
+        self._step, self._bunch = step, bunch
         self._generators = list({id(generator): generator for generator in generators}.values())
         self._device = next((g.device for g in self._generators), torch.device("cuda", torch.cuda.current_device()))
         self._stream = _side_stream(self._device)
-        self._calls = 0
+        self._made = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gave_up = False
 
-    def __call__(self) -> None:
-        """Makes one step."""
-        self._calls += 1
-        if self._gave_up:
-            self._step()
-            return
+    def __call__(self, most: int = 1) -> int:
+        """Makes a graph's steps, or one where that is not possible."""
         with torch.cuda.device(self._device):
-            if self._calls <= WARM_UP:
+            if not self._gave_up and self._made >= WARM_UP and most >= self._bunch:
+                if self._graph is None:
+                    with RECORDING:
+                        self._graph = self._record()
+                    self._gave_up = self._graph is None
+                if self._graph is not None:
+                    self._graph.replay()
+                    return self._bunch
+            self._made += 1
+            if self._gave_up:
+                self._step()
+            else:
                 self._run_aside()
-                return
-            if self._graph is None:
-                with RECORDING:
-                    self._graph = self._record()
-            if self._graph is not None:
-                self._graph.replay()
-                return
-        self._gave_up = True
-        self._step()
+            return 1
 
     def close(self) -> None:
         """Frees the graph and its memory, once the device is done with them."""
@@ -116,7 +139,7 @@ class _CapturedStep:
         current.wait_stream(self._stream)
 
     def _record(self) -> torch.cuda.CUDAGraph | None:
-        """The graph of one step, which is not run; None, and everything as before, if it cannot be recorded."""
+        """The graph of a bunch, which is not run; None, and everything as before, if it cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
         # A recording that breaks off leaves its generators unusable: they then get their state from a copy.
         drawn_from = [*self._generators, torch.cuda.default_generators[torch.cuda.current_device()]]
@@ -128,13 +151,35 @@ class _CapturedStep:
                     graph.register_generator_state(generator)
                 # Only this thread's calls can break it: other threads may go on using the device.
                 with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                    self._step()
+                    for _ in range(self._bunch):
+                        self._step()
         except Exception as error:  # whatever it is: if the step itself is wrong, running it says so
             for generator, copy in copies:
                 generator.graphsafe_set_state(copy)
             _warn(str(error).strip().partition("\n")[0] or type(error).__name__)
             return None
         return graph
+
+
+def at_once(device: torch.device, one: Callable[[], T], other: Callable[[], U]) -> tuple[T, U]:
+    """Does two things that do not depend on each other, on a GPU at the same time.
+
+    Small kernels leave most of a GPU idle. Where several runs share it they fill it anyway, and it is done in turn.
+
+    Args:
+        device: What both compute on.
+        one: Done on a stream of its own; what it draws, the other must not draw from.
+        other: Done on the usual one.
+    """
+    if device.type != "cuda" or getattr(_thread, "stream", None) is not None:
+        return one(), other()
+    current, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        first = one()
+    second = other()
+    current.wait_stream(beside)
+    return first, second
 
 
 def _obstacle(generators: Sequence[torch.Generator]) -> str | None:
@@ -157,6 +202,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 @cache
 def _common_stream(device: torch.device) -> torch.cuda.Stream:
     """The one for threads that were given none of their own."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Where :func:`at_once` does what it does beside."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

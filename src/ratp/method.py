@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Protocol, final
 import torch
 from torch import Tensor
 
-from ratp.capture import stepper
+from ratp.capture import bunches, stepper
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
 from ratp.network import Network
@@ -143,6 +143,7 @@ class Tick:
         phase: The phase under way.
         epoch: Its epoch, from 0.
         step: Steps done in this epoch.
+        made: How many of them since the last such moment.
         read_means: Gives ``means``, as long as no further step is made.
         statistics: What ``begin_epoch`` returned.
         epoch_done: Whether this was the last step of the epoch.
@@ -151,6 +152,7 @@ class Tick:
     phase: PhaseShape
     epoch: int
     step: int
+    made: int
     read_means: Callable[[], Mapping[str, Tensor]]
     statistics: Mapping[str, float]
     epoch_done: bool
@@ -218,6 +220,8 @@ def _listed(names: Sequence[str]) -> str:
 def train(phases: Sequence[Phase], *, capture: bool = False) -> Iterator[Tick | dict[str, float]]:
     """The loop: drives phases to their end, yielding a tick a step and, last, each ``finish`` record.
 
+    Captured steps come a few at a time, with one tick.
+
     Args:
         phases: What to train.
         capture: Whether to capture the steps of phases that allow it. It changes no result.
@@ -228,14 +232,16 @@ def train(phases: Sequence[Phase], *, capture: bool = False) -> Iterator[Tick | 
 
 def _train_phase(phase: Phase, capture: bool) -> Iterator[Tick | dict[str, float]]:
     means = _Means()
-    with stepper(lambda: means.add(phase.step()), phase.generators, capture=capture and phase.captures) as update:
+    captures, bunch = capture and phase.captures, bunches(phase.steps)
+    with stepper(lambda: means.add(phase.step()), phase.generators, capture=captures, bunch=bunch) as update:
         for epoch in range(phase.epochs):
             statistics = phase.begin_epoch(epoch)
             means.clear()
-            for step in range(1, phase.steps + 1):
-                update()
-                means.steps = step
-                yield Tick(phase, epoch, step, means.reader(), statistics, step == phase.steps)
+            while means.steps < phase.steps:
+                made = update(phase.steps - means.steps)
+                means.steps += made
+                done = means.steps == phase.steps
+                yield Tick(phase, epoch, means.steps, made, means.reader(), statistics, done)
     yield phase.finish()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ratp.backbones import ChannelDropout, check_backbone, make_backbone
 from ratp.config import switch
 from ratp.parts.batch_norm import BatchNorm1d
+from ratp.parts.scores import scores
 from ratp.precision import Precision
 
 
@@ -131,7 +132,7 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Output:
         """Embedding and logits of normalised images."""
         embedding = self.bottleneck(self.features(images))
-        return Output(embedding, self.classifier(embedding))
+        return Output(embedding, scores(embedding, self.prototypes))
 
     def features(self, images: Tensor) -> Tensor:
         """What the feature extractor makes of normalised images, in single precision."""

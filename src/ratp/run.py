@@ -65,7 +65,7 @@ class StageStarted:
 
 @dataclass(frozen=True)
 class Trained:
-    """One update was made."""
+    """One update was made, or a few in a row."""
 
     stage: int
     domain: str
@@ -262,7 +262,7 @@ class Run:
             if not isinstance(moment, Tick):
                 statistics |= moment
                 continue
-            done += 1
+            done += moment.made
             yield Trained(stage, name, moment)
             if moment.epoch_done:
                 self._note_epoch(stage, moment, time.perf_counter() - epoch_started)

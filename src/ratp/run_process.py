@@ -208,7 +208,7 @@ def _encoded(event: Event) -> dict[str, Any]:
         "stage": event.stage,
         "domain": event.domain,
         "phase": [tick.phase.name, tick.phase.epochs, tick.phase.steps],
-        "tick": [tick.epoch, tick.step, dict(tick.statistics), tick.epoch_done],
+        "tick": [tick.epoch, tick.step, tick.made, dict(tick.statistics), tick.epoch_done],
         "means": {name: float(value) for name, value in tick.means.items()},
     }
 
@@ -217,9 +217,9 @@ def _decoded(answer: dict[str, Any]) -> Event:
     kind = answer.pop("event")
     if kind != "Trained":
         return _EVENTS[kind](**answer)
-    epoch, step, statistics, epoch_done = answer["tick"]
+    epoch, step, made, statistics, epoch_done = answer["tick"]
     means = {name: torch.tensor(value) for name, value in answer["means"].items()}
-    tick = Tick(_PhaseElsewhere(*answer["phase"]), epoch, step, lambda: means, statistics, epoch_done)
+    tick = Tick(_PhaseElsewhere(*answer["phase"]), epoch, step, made, lambda: means, statistics, epoch_done)
     return Trained(answer["stage"], answer["domain"], tick)
 
 

@@ -158,6 +158,7 @@ def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
         SimpleNamespace(name="p", epochs=1, steps=9),
         0,
         1,
+        1,
         lambda: Watched(total=torch.tensor(1.0)),
         {},
         epoch_done=False,

@@ -19,6 +19,7 @@ def tensors(shape, device, dtype=torch.float32):
         "x": 3 * torch.randn(shape, generator=source) + 2,
         "weight": torch.rand(channels, generator=source) + 0.5,
         "bias": torch.randn(channels, generator=source),
+        "offset": torch.randn(channels, generator=source),
         "add": torch.randn(shape, generator=source),
         "dy": torch.randn(shape, generator=source),
         "keep": (torch.rand(count, channels, generator=source) > 0.3) / 0.7,
@@ -35,6 +36,7 @@ def spread(values, x):
 def plain(t, rows, options):
     """Loss and everything else by torch, on some rows."""
     x, add = t["x"][rows], t["add"][rows]
+    x = x + spread(t["offset"][None], x) if "offset" in options else x
     y = F.batch_norm(x, t["mean"], t["var"], t["weight"], t["bias"], True, MOMENTUM, EPS)
     y = y * spread(t["keep"][rows], x) if "keep" in options else y
     y = y + add if "add" in options else y
@@ -49,6 +51,7 @@ def fused(t, mask, options):
         t["x"],
         t["weight"],
         t["bias"],
+        t["offset"] if "offset" in options else None,
         t["add"] if "add" in options else None,
         t["keep"] if "keep" in options else None,
         mask,
@@ -64,11 +67,11 @@ def fused(t, mask, options):
 
 @SHAPES
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize("options", ["", "relu", "keep relu", "add relu", "keep add"])
+@pytest.mark.parametrize("options", ["", "relu", "keep relu", "add relu", "keep add", "offset keep relu"])
 def test_it_is_what_torch_gives_on_the_rows_that_count(shape, masked, options, device):
     ours, theirs = tensors(shape, device), tensors(shape, device)
     rows = torch.arange(shape[0], device=device) % 3 != 1 if masked else torch.ones(shape[0], device=device) > 0
-    names = ["x", "weight", "bias", *(["add"] if "add" in options else [])]
+    names = ["x", "weight", "bias", *(name for name in ("add", "offset") if name in options)]
     for t in (ours, theirs):
         for name in names:
             t[name].requires_grad_()
@@ -85,7 +88,7 @@ def test_it_is_what_torch_gives_on_the_rows_that_count(shape, masked, options, d
 
 
 @SHAPES
-@pytest.mark.parametrize("options", ["", "relu", "keep add relu"])
+@pytest.mark.parametrize("options", ["", "relu", "keep add relu", "offset"])
 def test_with_given_statistics(shape, options, device):
     from ratp.kernels.norm import infer
 
@@ -97,11 +100,13 @@ def test_with_given_statistics(shape, options, device):
         t["weight"],
         t["bias"],
         EPS,
+        offset=t["offset"] if "offset" in options else None,
         keep=t["keep"] if "keep" in options else None,
         add=t["add"] if "add" in options else None,
         relu="relu" in options,
     )
-    expected = F.batch_norm(t["x"], t["mean"], t["var"], t["weight"], t["bias"], False, 0.0, EPS)
+    x = t["x"] + spread(t["offset"][None], t["x"]) if "offset" in options else t["x"]
+    expected = F.batch_norm(x, t["mean"], t["var"], t["weight"], t["bias"], False, 0.0, EPS)
     expected = expected * spread(t["keep"], t["x"]) + t["add"] if "keep" in options else expected
     torch.testing.assert_close(got, expected.relu() if "relu" in options else expected, rtol=1e-5, atol=1e-5)
 

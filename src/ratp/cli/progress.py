@@ -122,7 +122,7 @@ class _Watcher:
             self._stage_started, self._steps = time.perf_counter(), 0
             self._display.start(event)
         elif isinstance(event, Trained):
-            self._steps += 1
+            self._steps += event.tick.made
             now = time.perf_counter()
             if now - self._shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
                 self._shown_at = now

@@ -1,5 +1,8 @@
 """Batch normalisation over some rows of a batch, with what follows it: y = relu(keep · (γ·(x − μ)/σ + β) + add).
 
+An ``offset`` a channel, the bias of the convolution before, is taken as added to x. It shifts μ as well, so with the
+statistics of the batch y does not depend on it, and its gradient is zero; the running mean does.
+
 The statistics take one pass over x, the result another; a gradient takes two over x, y and dy. Everything is computed
 in single precision, whatever x is stored in. Tensors are taken as matrices with a row for each place of each image
 and a column for each channel, which is what ``channels_last`` keeps in memory.
@@ -32,13 +35,16 @@ def _rows_and_columns(program, columns, BR: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(
-    x, mask, pivot, parts, rows, columns, space, per_part, MASKED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+    x, mask, pivot, offset, parts, rows, columns, space, per_part,
+    MASKED: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Σ(x − pivot) and Σ(x − pivot)² over one part of the rows that count."""
     part = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < columns
     shift = tl.load(pivot + c, mask=in_c, other=0.0)
+    if OFFSET:
+        shift -= tl.load(offset + c, mask=in_c, other=0.0)
     first = tl.zeros([BR, BC], tl.float32)
     second = tl.zeros([BR, BC], tl.float32)
     for start in range(part * per_part, min((part + 1) * per_part, rows), BR):
@@ -57,8 +63,8 @@ def _sum_kernel(
 
 @triton.jit
 def _statistics_kernel(
-    parts, count, mean, invstd, running_mean, running_var, tracked, columns, number, total, momentum, eps,
-    MASKED: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
+    parts, count, offset, mean, invstd, running_mean, running_var, tracked, columns, number, total, momentum, eps,
+    MASKED: tl.constexpr, OFFSET: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """μ and 1/σ from the sums of all parts; moves the running statistics."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -79,7 +85,7 @@ def _statistics_kernel(
     first /= m
     mu = tl.where(some, usual_mean + first, usual_mean)
     var = tl.where(some, tl.maximum(second / m - first * first, 0.0), usual_var)
-    tl.store(mean + c, mu, mask=in_c)
+    tl.store(mean + c, mu - (tl.load(offset + c, mask=in_c, other=0.0) if OFFSET else 0.0), mask=in_c)
     tl.store(invstd + c, 1.0 / tl.sqrt(var + eps), mask=in_c)
     tl.store(running_mean + c, usual_mean + tl.where(some, momentum, 0.0) * (mu - usual_mean), mask=in_c)
     unbiased = var * (m / tl.maximum(m - 1.0, 1.0))
@@ -90,8 +96,8 @@ def _statistics_kernel(
 
 @triton.jit
 def _normalise_kernel(
-    x, mean, spread, weight, bias, keep, add, y, rows, columns, space, eps,
-    IS_VARIANCE: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    x, offset, mean, spread, weight, bias, keep, add, y, rows, columns, space, eps,
+    OFFSET: tl.constexpr, IS_VARIANCE: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     r, c, in_c = _rows_and_columns(tl.program_id(0), columns, BR, BC)
@@ -100,7 +106,10 @@ def _normalise_kernel(
     if IS_VARIANCE:
         scale = 1.0 / tl.sqrt(scale + eps)
     scale *= tl.load(weight + c, mask=in_c, other=0.0)
-    shift = tl.load(bias + c, mask=in_c, other=0.0) - tl.load(mean + c, mask=in_c, other=0.0) * scale
+    centre = tl.load(mean + c, mask=in_c, other=0.0)
+    if OFFSET:
+        centre -= tl.load(offset + c, mask=in_c, other=0.0)
+    shift = tl.load(bias + c, mask=in_c, other=0.0) - centre * scale
     at = r[:, None].to(tl.int64) * columns + c[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
     if KEEP:
@@ -220,6 +229,7 @@ def infer(
     bias: Tensor,
     eps: float,
     *,
+    offset: Tensor | None = None,
     keep: Tensor | None = None,
     add: Tensor | None = None,
     relu: bool = False,
@@ -228,9 +238,11 @@ def infer(
     x = dense(x)
     y, cut = torch.empty_like(x), _Matrix(x)
     _normalise_kernel[cut.tiles](
-        x, mean, variance, weight, bias, x if keep is None else keep, x if add is None else dense(add), y,
+        x, x if offset is None else offset, mean, variance, weight, bias,
+        x if keep is None else keep, x if add is None else dense(add), y,
         cut.rows, cut.columns, cut.space, eps,
-        IS_VARIANCE=True, KEEP=keep is not None, ADD=add is not None, RELU=relu, BR=cut.high, BC=cut.wide,
+        OFFSET=offset is not None, IS_VARIANCE=True, KEEP=keep is not None, ADD=add is not None, RELU=relu,
+        BR=cut.high, BC=cut.wide,
     )  # fmt: skip
     return y
 
@@ -244,6 +256,7 @@ class Normalise(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
+        offset: Tensor | None,
         add: Tensor | None,
         keep: Tensor | None,
         mask: Tensor | None,
@@ -260,6 +273,7 @@ class Normalise(torch.autograd.Function):
             x: Shape (n, c) or (n, c, height, width).
             weight: γ, shape (c,).
             bias: β, shape (c,).
+            offset: What is to be taken as added to x, shape (c,).
             add: What is added before ReLU, of the shape of x.
             keep: Factor on every channel of every image, float32 of shape (n, c).
             mask: Which images count, bool of shape (n,); None: all.
@@ -276,18 +290,21 @@ class Normalise(torch.autograd.Function):
         is_masked = mask is not None
         mask, count = (x, x) if mask is None or count is None else (mask, count)
         _sum_kernel[cut.sums](
-            x, mask, running[0], parts, cut.rows, cut.columns, cut.space, cut.per_part,
-            MASKED=is_masked, BR=cut.high, BC=cut.wide,
+            x, mask, running[0], x if offset is None else offset, parts,
+            cut.rows, cut.columns, cut.space, cut.per_part,
+            MASKED=is_masked, OFFSET=offset is not None, BR=cut.high, BC=cut.wide,
         )  # fmt: skip
         total = float(cut.space if is_masked else cut.rows)
         _statistics_kernel[cut.channels](
-            parts, count, mean, invstd, *running, cut.columns, cut.parts, total, momentum, eps,
-            MASKED=is_masked, MOST=cut.most, BC=CHANNELS_AT_ONCE,
+            parts, count, x if offset is None else offset, mean, invstd, *running,
+            cut.columns, cut.parts, total, momentum, eps,
+            MASKED=is_masked, OFFSET=offset is not None, MOST=cut.most, BC=CHANNELS_AT_ONCE,
         )  # fmt: skip
         _normalise_kernel[cut.tiles](
-            x, mean, invstd, weight, bias, x if keep is None else keep, x if add is None else dense(add), y,
+            x, x, mean, invstd, weight, bias, x if keep is None else keep, x if add is None else dense(add), y,
             cut.rows, cut.columns, cut.space, eps,
-            IS_VARIANCE=False, KEEP=keep is not None, ADD=add is not None, RELU=relu, BR=cut.high, BC=cut.wide,
+            OFFSET=False, IS_VARIANCE=False, KEEP=keep is not None, ADD=add is not None, RELU=relu,
+            BR=cut.high, BC=cut.wide,
         )  # fmt: skip
         ctx.is_masked, ctx.relu, ctx.adds, ctx.total = is_masked, relu, add is not None, total
         ctx.save_for_backward(x, y if relu else None, weight, keep, mask, count, mean, invstd)
@@ -296,7 +313,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, γ, β and what was added."""
+        """Gradients of x, γ, β, the offset and what was added."""
         x, y, weight, keep, mask, count, mean, invstd = ctx.saved_tensors
         cut, dy = _Matrix(x), dense(dy)
         keeps, keep, y = keep is not None, x if keep is None else keep, x if y is None else y
@@ -317,7 +334,8 @@ class Normalise(torch.autograd.Function):
             cut.rows, cut.columns, cut.space,
             MASKED=ctx.is_masked, KEEP=keeps, ADD=ctx.adds, RELU=ctx.relu, BR=cut.high, BC=cut.wide,
         )  # fmt: skip
-        return dx, d_weight, d_bias, d_add, *(None,) * 7
+        d_offset = torch.zeros_like(d_bias) if ctx.needs_input_grad[3] else None
+        return dx, d_weight, d_bias, d_offset, d_add, *(None,) * 7
 
 
 def dense(x: Tensor) -> Tensor:

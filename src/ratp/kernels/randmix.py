@@ -40,100 +40,127 @@ def _dot(numbers, noise, lane):
 
 
 @triton.jit
-def _encode_kernel(
-    images, numbers, layout, noise, hidden, noise_rows, branches,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, PIXELS: tl.constexpr,
+def _encode(
+    images, noise, hidden, noise_rows, branch, encoder, adain,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MARGIN: tl.constexpr, RESIDUAL: tl.constexpr,
+    SIZE: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0)
-    branch = branches - 1 - tl.program_id(1)  # large kernels, which take longest, come first
-    size = tl.load(layout + branch * 4)
-    encoder = numbers + tl.load(layout + branch * 4 + 1)
-    adain = numbers + tl.load(layout + branch * 4 + 3)
-    area = size * size
-    high, wide = HEIGHT - size + 1, WIDTH - size + 1
+    HIGH: tl.constexpr = HEIGHT - SIZE + 1
+    WIDE: tl.constexpr = WIDTH - SIZE + 1
     p = tl.arange(0, PIXELS)
     c = tl.arange(0, 4)
-    inside = p < high * wide
+    inside = p < HIGH * WIDE
     there = (c < 3)[:, None] & inside[None, :]
-    corner = images + (image * 3 + c)[:, None] * HEIGHT * WIDTH + (p // wide * WIDTH + p % wide)[None, :]
+    corner = images + (image * 3 + c)[:, None] * (HEIGHT * WIDTH) + (p // WIDE * WIDTH + p % WIDE)[None, :]
+    tap = encoder + c
     red = tl.zeros([4, PIXELS], tl.float32)
     green = tl.zeros([4, PIXELS], tl.float32)
     blue = tl.zeros([4, PIXELS], tl.float32)
-    for row in range(size):
-        for column in range(size):
-            value = tl.load(corner + (row * WIDTH + column), mask=there, other=0.0)
-            tap = encoder + c * area + (row * size + column)
-            red += value * tl.load(tap, mask=c < 3, other=0.0)[:, None]
-            green += value * tl.load(tap + 3 * area, mask=c < 3, other=0.0)[:, None]
-            blue += value * tl.load(tap + 6 * area, mask=c < 3, other=0.0)[:, None]
-    count = (high * wide).to(tl.float32)
+    for _ in range(SIZE):
+        for column in tl.static_range(SIZE):
+            value = tl.load(corner + column, mask=there, other=0.0)
+            red += value * tl.load(tap + 12 * column)[:, None]
+            green += value * tl.load(tap + (12 * column + 4))[:, None]
+            blue += value * tl.load(tap + (12 * column + 8))[:, None]
+        corner += WIDTH
+        tap += 12 * SIZE
     n = noise + (branch * noise_rows + image % noise_rows) * NOISE_DIM
     lane = tl.arange(0, 16)
+    PLANE: tl.constexpr = (HEIGHT + MARGIN) * (WIDTH + MARGIN)
+    place = (p // WIDE + SIZE - 1) * (WIDTH + MARGIN) + p % WIDE + SIZE - 1
     for out in tl.static_range(3):
-        value = tl.sum(red if out == 0 else (green if out == 1 else blue), 0) + tl.load(encoder + 9 * area + out)
-        mean = tl.sum(tl.where(inside, value, 0.0), 0) / count
+        value = tl.sum(red if out == 0 else (green if out == 1 else blue), 0) + tl.load(
+            encoder + 12 * SIZE * SIZE + out
+        )
+        mean = tl.sum(tl.where(inside, value, 0.0), 0) / (HIGH * WIDE)
         value = tl.where(inside, value - mean, 0.0)
-        deviation = tl.sqrt(tl.sum(value * value, 0) / count + EPS)
+        deviation = tl.sqrt(tl.sum(value * value, 0) / (HIGH * WIDE) + EPS)
         scale = tl.load(adain + 6 * NOISE_DIM + out) + _dot(adain + out * NOISE_DIM, n, lane)
         shift = tl.load(adain + 6 * NOISE_DIM + 3 + out) + _dot(adain + (3 + out) * NOISE_DIM, n, lane)
         if RESIDUAL:
             scale += 1.0
-        place = hidden + ((branch * tl.num_programs(0) + image) * 3 + out) * HEIGHT * WIDTH + p
-        tl.store(place, value / deviation * scale + shift, mask=inside)
+        plane = hidden + ((branch * tl.num_programs(0) + image) * 3 + out) * PLANE
+        tl.store(plane + place, value / deviation * scale + shift, mask=inside)
+
+
+@triton.jit
+def _encode_kernel(
+    images, numbers, layout, noise, hidden, noise_rows,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MARGIN: tl.constexpr, RESIDUAL: tl.constexpr,
+    BRANCHES: tl.constexpr, SIZES: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    """One autoencoder's hidden image, in a frame of zeros; large kernels, which take longest, come first."""
+    branch = BRANCHES - 1 - tl.program_id(1)
+    encoder = numbers + tl.multiple_of(tl.load(layout + branch * 3), 4)
+    adain = numbers + tl.load(layout + branch * 3 + 2)
+    for this in tl.static_range(BRANCHES):
+        if branch == this:
+            _encode(
+                images, noise, hidden, noise_rows, branch, encoder, adain, HEIGHT, WIDTH, MARGIN, RESIDUAL,
+                SIZES[this], PIXELS[this],
+            )  # fmt: skip
+
+
+@triton.jit
+def _decode(
+    hidden, decoder, corner_pixel, there, c, STRIDE: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr
+):  # fmt: skip
+    """Three channels of a transposed convolution, at some pixels."""
+    corner = hidden + (corner_pixel + (SIZE - 1) * STRIDE)
+    tap = decoder + c
+    red = tl.zeros([4, PIXELS], tl.float32)
+    green = tl.zeros([4, PIXELS], tl.float32)
+    blue = tl.zeros([4, PIXELS], tl.float32)
+    for _ in range(SIZE):
+        for column in tl.static_range(SIZE):
+            value = tl.load(corner + (SIZE - 1 - column), mask=there, other=0.0)
+            red += value * tl.load(tap + 12 * column)[:, None]
+            green += value * tl.load(tap + (12 * column + 4))[:, None]
+            blue += value * tl.load(tap + (12 * column + 8))[:, None]
+        corner -= STRIDE
+        tap += 12 * SIZE
+    bias = decoder + 12 * SIZE * SIZE
+    return tl.sum(red, 0) + tl.load(bias), tl.sum(green, 0) + tl.load(bias + 1), tl.sum(blue, 0) + tl.load(bias + 2)
 
 
 @triton.jit
 def _decode_kernel(
-    images, inputs, hidden, numbers, layout, keep, weights, mean, std, result, weight_rows, branches, smallest, dropout,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TANH: tl.constexpr, COLOUR: tl.constexpr, SAFE: tl.constexpr,
-    RENORMALISE: tl.constexpr, TERMS: tl.constexpr, PIXELS: tl.constexpr,
+    images, inputs, hidden, numbers, layout, keep, weights, mean, std, result, weight_rows, smallest, dropout,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MARGIN: tl.constexpr,
+    BRANCHES: tl.constexpr, SIZES: tl.constexpr,
+    TANH: tl.constexpr, COLOUR: tl.constexpr, SAFE: tl.constexpr, RENORMALISE: tl.constexpr,
+    TERMS: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0)
     p = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     y, x = p // WIDTH, p % WIDTH
     inside = p < HEIGHT * WIDTH
     c = tl.arange(0, 4)
+    there = (c < 3)[:, None] & inside[None, :]
     # the weights: colour (if there is one), autoencoders, the image itself
     first = 1 if COLOUR else 0
-    own = weights + (image % weight_rows) * (branches + first + 1)
+    own = weights + (image % weight_rows) * (BRANCHES + first + 1)
     term = tl.arange(0, TERMS)
-    total = tl.sum(tl.load(own + term, mask=term < branches + first + 1, other=0.0), 0)
+    total = tl.sum(tl.load(own + term, mask=term < BRANCHES + first + 1, other=0.0), 0)
     if SAFE:
         size_of_total = tl.maximum(tl.abs(total), smallest)
         total = tl.where(total < 0, -size_of_total, size_of_total)
     mixed_red = tl.zeros([PIXELS], tl.float32)
     mixed_green = tl.zeros([PIXELS], tl.float32)
     mixed_blue = tl.zeros([PIXELS], tl.float32)
-    for branch in range(branches):
-        size = tl.load(layout + branch * 4)
-        decoder = numbers + tl.load(layout + branch * 4 + 2)
-        area = size * size
-        high, wide = HEIGHT - size + 1, WIDTH - size + 1
-        plane = ((branch * tl.num_programs(0) + image) * 3 + c) * HEIGHT * WIDTH
-        corner = hidden + plane[:, None] + (y * wide + x)[None, :]
-        red = tl.zeros([4, PIXELS], tl.float32)
-        green = tl.zeros([4, PIXELS], tl.float32)
-        blue = tl.zeros([4, PIXELS], tl.float32)
-        for row in range(size):
-            in_row = inside & (y >= row) & (y - row < high)
-            for column in range(size):
-                there = in_row & (x >= column) & (x - column < wide)
-                at = corner - (row * wide + column)
-                value = tl.load(at, mask=(c < 3)[:, None] & there[None, :], other=0.0)
-                tap = decoder + c * 3 * area + (row * size + column)
-                red += value * tl.load(tap, mask=c < 3, other=0.0)[:, None]
-                green += value * tl.load(tap + area, mask=c < 3, other=0.0)[:, None]
-                blue += value * tl.load(tap + 2 * area, mask=c < 3, other=0.0)[:, None]
+    PLANE: tl.constexpr = (HEIGHT + MARGIN) * (WIDTH + MARGIN)
+    corner = c[:, None] * PLANE + (y * (WIDTH + MARGIN) + x)[None, :]
+    for branch in tl.static_range(BRANCHES):
+        planes = hidden + (branch * tl.num_programs(0) + image) * 3 * PLANE
+        decoder = numbers + tl.multiple_of(tl.load(layout + branch * 3 + 1), 4)
+        new_red, new_green, new_blue = _decode(planes, decoder, corner, there, c, WIDTH + MARGIN, SIZES[branch], PIXELS)
         share = tl.load(own + first + branch) / total
-        bias = decoder + 9 * area
-        new_red = tl.sum(red, 0) + tl.load(bias)
-        new_green = tl.sum(green, 0) + tl.load(bias + 1)
-        new_blue = tl.sum(blue, 0) + tl.load(bias + 2)
         mixed_red += share * (_tanh(new_red) if TANH else new_red)
         mixed_green += share * (_tanh(new_green) if TANH else new_green)
         mixed_blue += share * (_tanh(new_blue) if TANH else new_blue)
     base = image * 3 * HEIGHT * WIDTH + p
-    share = tl.load(own + first + branches) / total
+    share = tl.load(own + first + BRANCHES) / total
     for out in tl.static_range(3):
         mixed = mixed_red if out == 0 else (mixed_green if out == 1 else mixed_blue)
         at = base + out * HEIGHT * WIDTH
@@ -175,40 +202,73 @@ class Mixture:
         inputs = images if draw.input_noise is None else images + draw.input_noise
         branches = draw.branches
         has_colour = draw.colour is not None
-        parts: list[Tensor] = []
+        parts = [_zero(images.device)]
         if draw.colour is not None:
             parts += [draw.colour.weight, draw.colour.bias]
         for branch in branches:
             for layer in (branch.encoder, branch.decoder, branch.adain):
                 parts += [layer.weight, layer.bias]
-        numbers = torch.cat([part.reshape(-1) for part in parts])
         sizes = tuple(branch.encoder.weight.shape[-1] for branch in branches)
-        layout = _layout(sizes, has_colour, images.device)
+        order, layout = _layout(sizes, has_colour, images.device)
+        numbers = torch.cat([part.reshape(-1) for part in parts]).index_select(0, order)
         noise = torch.stack([branch.noise for branch in branches])
-        hidden = torch.empty(len(branches), count, 3, height, width, device=images.device)
-        # (height − k + 1)·(width − k + 1) pixels are left by the smallest kernel k
-        most = (height - min(sizes) + 1) * (width - min(sizes) + 1)
+        pixels = tuple(triton.next_power_of_2((height - k + 1) * (width - k + 1)) for k in sizes)
+        margin = max(sizes) - 1
+        hidden = torch.zeros(len(branches), count, 3, height + margin, width + margin, device=images.device)
         _encode_kernel[(count, len(branches))](
-            inputs, numbers, layout, noise, hidden, noise.shape[1], len(branches),
-            HEIGHT=height, WIDTH=width, RESIDUAL=self.residual, PIXELS=triton.next_power_of_2(most), num_warps=8,
+            inputs, numbers, layout, noise, hidden, noise.shape[1],
+            HEIGHT=height, WIDTH=width, MARGIN=margin, RESIDUAL=self.residual,
+            BRANCHES=len(sizes), SIZES=sizes, PIXELS=pixels,
         )  # fmt: skip
         result = torch.empty_like(images)
         keep = inputs if draw.colour_keep is None else draw.colour_keep
         _decode_kernel[(count, triton.cdiv(height * width, PIXELS_AT_ONCE))](
             images, inputs, hidden, numbers, layout, keep, draw.weights, self.mean, self.std, result,
-            len(draw.weights), len(branches), self.smallest, self.dropout,
-            HEIGHT=height, WIDTH=width, TANH=self.tanh, COLOUR=has_colour, SAFE=self.safe,
-            RENORMALISE=self.renormalise, TERMS=triton.next_power_of_2(draw.weights.shape[1]), PIXELS=PIXELS_AT_ONCE,
+            len(draw.weights), self.smallest, self.dropout,
+            HEIGHT=height, WIDTH=width, MARGIN=margin, BRANCHES=len(sizes), SIZES=sizes,
+            TANH=self.tanh, COLOUR=has_colour, SAFE=self.safe, RENORMALISE=self.renormalise,
+            TERMS=triton.next_power_of_2(draw.weights.shape[1]), PIXELS=PIXELS_AT_ONCE,
         )  # fmt: skip
         return result
 
 
 @cache
-def _layout(sizes: tuple[int, ...], has_colour: bool, device: torch.device) -> Tensor:
-    """Of every autoencoder its kernel size and where encoder, decoder and AdaIN begin, each weight and bias."""
-    rows, at = [], 12 * has_colour
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1).to(device)
+
+
+@cache
+def _layout(sizes: tuple[int, ...], has_colour: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How the random numbers lie in memory: the order to bring them into, and where layers begin in it.
+
+    A zero comes first among the numbers. Of a convolution, a thread then finds the four weights of a tap and an
+    output channel, the fourth zero, side by side.
+
+    Returns:
+        Places of the numbers in this order; places of encoder, decoder and AdaIN of every autoencoder, one row each.
+    """
+    at = 1 + 12 * has_colour
+    order, begins = [torch.arange(1, at)] if has_colour else [], []
+    length = 12 * has_colour
     for size in sizes:
-        convolution = 9 * size * size + 3
-        rows.append([size, at, at + convolution, at + 2 * convolution])
-        at += 2 * convolution + 6 * NOISE_DIM.value + 6
-    return torch.tensor(rows, dtype=torch.int32).to(device)  # complete, whichever stream asks for it
+        row = []
+        for is_decoder in (False, True):
+            weights = torch.arange(at, at + 9 * size * size).reshape(3, 3, size, size)
+            if is_decoder:
+                weights = weights.transpose(0, 1)  # a transposed convolution names its inputs first
+            packed = torch.zeros(size, size, 3, 4, dtype=torch.int64)
+            packed[..., :3] = weights.permute(2, 3, 0, 1)
+            bias = torch.arange(at + 9 * size * size, at + 9 * size * size + 3)
+            order += [packed.reshape(-1), bias, torch.zeros(1, dtype=torch.int64)]
+            row.append(length)
+            at, length = at + 9 * size * size + 3, length + 12 * size * size + 4
+        adain = 6 * NOISE_DIM.value + 6
+        order.append(torch.arange(at, at + adain))
+        row.append(length)
+        at, length = at + adain, length + adain
+        padding = -length % 4
+        order.append(torch.zeros(padding, dtype=torch.int64))
+        length += padding
+        begins.append(row)
+    # complete, whichever stream asks for them
+    return torch.cat(order).to(device), torch.tensor(begins, dtype=torch.int32).to(device)

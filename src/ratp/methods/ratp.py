@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ratp.capture import at_once
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError
@@ -197,6 +198,7 @@ class RaTPPhase(Phase):
         self._is_target = labels is None
         stage = self._memory.seen
         setting = method.setting
+        self._device = setting.device
         replayed = self._memory if self._is_target and config.memory.replay == "union" else None
         given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         self._batches = Batches(setting, self.name, stage, images, given, replayed)
@@ -226,9 +228,10 @@ class RaTPPhase(Phase):
         """One update on a batch and the RandMix copies of its confident images."""
         config = self._config
         clean, labels, replayed, _ = self._batches.draw(self._recipe.batch)
-        selected = self._select(clean, replayed)
-        images, labels, valid = self._augment(clean, labels, selected)
-        output = self._forward(images, valid)
+        images, labels, selected, valid = self._augment(clean, labels, replayed)
+        teacher, output = at_once(
+            self._device, lambda: self._teach(images, replayed, valid), lambda: self._forward(images, valid)
+        )
 
         terms = {"ce": cross_entropy(output.logits, labels, valid)}
         if config.pca.weight:
@@ -237,18 +240,16 @@ class RaTPPhase(Phase):
                 output.embedding, labels, self._network.prototypes, old_prototypes, config.pca, valid
             )
             terms["pca"] = config.pca.weight * mean_over(alignment, valid)
-        if self._old is not None and config.distill.weight:
-            terms["distill"] = config.distill.weight * self._distil(images, output, replayed, valid)
+        if teacher is not None:
+            terms["distill"] = config.distill.weight * self._distil(images, output, teacher, replayed, valid)
         if self._is_target and config.memory.replay == "separate" and len(self._memory):
             terms["replay"] = self._replay()
         total = torch.stack(list(terms.values())).sum()
         self._optimiser.minimise(total)
         return {"total": total, **terms} | ({} if selected is None else {"confident": selected.float().mean()})
 
-    def _select(self, images: Tensor, replayed: Tensor) -> Tensor | None:
-        """Which images get a RandMix copy: all on the source (None), the confident ones on a target."""
-        if not self._is_target:
-            return None
+    def _select(self, images: Tensor, replayed: Tensor) -> Tensor:
+        """Which images of a target get a RandMix copy: the confident ones."""
         self._network.eval()
         with torch.no_grad():
             confidence = self._network(images).logits.softmax(dim=1).amax(dim=1)
@@ -259,18 +260,26 @@ class RaTPPhase(Phase):
             selected = selected & (selected.sum() >= 2)  # BatchNorm needs two images
         return selected
 
-    def _augment(self, clean: Tensor, labels: Tensor, selected: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Images and their copies, the labels of all, and which of them count; None: all of them."""
-        randmix, valid = self._method.randmix, None
-        if selected is None or self._static:
-            copies, more_labels = randmix(clean, self._augmentation), labels
-            if selected is not None:
-                # What does not count is at least an image: no number of it can spoil the others.
-                copies = torch.where(selected[:, None, None, None], copies, clean)
-                valid = torch.cat([torch.ones_like(selected), selected])
+    def _augment(
+        self, clean: Tensor, labels: Tensor, replayed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Images and their copies, the labels of all, which got a copy, and which of them count; None: all of them."""
+
+        def copy(rows: Tensor | None = None) -> Tensor:
+            return self._method.randmix(clean, self._augmentation, rows)
+
+        if not self._is_target:
+            return torch.cat([clean, copy()]), torch.cat([labels, labels]), None, None
+        valid, more_labels = None, labels
+        if self._static:
+            selected, copies = at_once(self._device, lambda: self._select(clean, replayed), copy)
+            # What does not count is at least an image: no number of it can spoil the others.
+            copies = torch.where(selected[:, None, None, None], copies, clean)
+            valid = torch.cat([torch.ones_like(selected), selected])
         else:
-            copies, more_labels = randmix(clean, self._augmentation, selected), labels[selected]
-        return torch.cat([clean, copies]), torch.cat([labels, more_labels]), valid
+            selected = self._select(clean, replayed)
+            copies, more_labels = copy(selected), labels[selected]
+        return torch.cat([clean, copies]), torch.cat([labels, more_labels]), selected, valid
 
     def _forward(self, images: Tensor, valid: Tensor | None) -> Output:
         self._network.train()
@@ -284,16 +293,20 @@ class RaTPPhase(Phase):
         with only_rows(self._network, valid):
             return self._network(images)
 
-    def _distil(self, images: Tensor, output: Output, replayed: Tensor, valid: Tensor | None) -> Tensor:
-        assert self._old is not None
-        config, rows = self._config.distill, valid
-        if config.data == "target":
-            images, output, rows = images[: len(replayed)], Output(*(t[: len(replayed)] for t in output)), ~replayed
-        if rows is not None and not self._static:
-            images, output, rows = images[rows], Output(*(tensor[rows] for tensor in output)), None
+    def _teach(self, images: Tensor, replayed: Tensor, valid: Tensor | None) -> Output | None:
+        """What the model before the stage makes of the images that are distilled; None: nothing is."""
+        if self._old is None or not self._config.distill.weight:
+            return None
         with torch.no_grad():
-            teacher = self._old(images)
-        student = output
+            (distilled,), _ = self._distilled(replayed, valid, images)
+            return self._old(distilled)
+
+    def _distil(
+        self, images: Tensor, output: Output, teacher: Output, replayed: Tensor, valid: Tensor | None
+    ) -> Tensor:
+        config = self._config.distill
+        (images, *given), rows = self._distilled(replayed, valid, images, *output)
+        student = Output(*given)
         if config.student == "eval":
             self._network.eval()
             student = self._network(images)
@@ -301,6 +314,17 @@ class RaTPPhase(Phase):
         if config.on == "embedding":
             return distillation(student.embedding, teacher.embedding, rows)
         return distillation(student.logits, teacher.logits, rows)
+
+    def _distilled(
+        self, replayed: Tensor, valid: Tensor | None, *tensors: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The rows of some tensors that distillation acts on, and which of these count; None: all of them."""
+        chosen, rows = list(tensors), valid
+        if self._config.distill.data == "target":
+            chosen, rows = [tensor[: len(replayed)] for tensor in chosen], ~replayed
+        if rows is not None and not self._static:
+            chosen, rows = [tensor[rows] for tensor in chosen], None
+        return chosen, rows
 
     def _replay(self) -> Tensor:
         batch = self._batches.draw_memory(self._memory, self._recipe.batch)

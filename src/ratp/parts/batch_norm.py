@@ -75,19 +75,26 @@ class _RowMasked(_BatchNorm):
     _by_batch = False
 
     def forward(
-        self, x: Tensor, *, keep: Tensor | None = None, add: Tensor | None = None, relu: bool = False
+        self,
+        x: Tensor,
+        *,
+        offset: Tensor | None = None,
+        keep: Tensor | None = None,
+        add: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor:
         """Normalises; with a mask in force, by the statistics of its rows.
 
         Args:
             x: Shape (n, c, …).
+            offset: What to add to x first, shape (c,).
             keep: Factor on every channel of every image, float32 of shape (n, c).
             add: What to add then, of the shape of x.
             relu: Whether ReLU comes last.
         """
         if self._fuses(x):
-            return self._fused(x, keep, add, relu)
-        y = self._normalised(x)
+            return self._fused(x, offset, keep, add, relu)
+        y = self._normalised(x if offset is None else x + _spread(offset, x).to(x.dtype))
         if keep is not None:
             y = y * _spread(keep, x).to(x.dtype)
         if add is not None:
@@ -103,14 +110,15 @@ class _RowMasked(_BatchNorm):
         known = x.ndim in (2, 4) and x.numel() > 0 and x.dtype in _FUSED_TYPES and self.weight.dtype == torch.float32
         return has_all and needs_none and known and kernels.usable(x.device)
 
-    def _fused(self, x: Tensor, keep: Tensor | None, add: Tensor | None, relu: bool) -> Tensor:
+    def _fused(self, x: Tensor, offset: Tensor | None, keep: Tensor | None, add: Tensor | None, relu: bool) -> Tensor:
         from ratp.kernels import norm
 
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
         if not self.training:
             statistics = self.running_mean, self.running_var
-            return norm.infer(x, *statistics, self.weight, self.bias, self.eps, keep=keep, add=add, relu=relu)
+            affine = self.weight, self.bias
+            return norm.infer(x, *statistics, *affine, self.eps, offset=offset, keep=keep, add=add, relu=relu)
         mask = count = None
         if self._rows is not None:
             self._check_mask(x)
@@ -119,7 +127,7 @@ class _RowMasked(_BatchNorm):
             raise ValueError(f"expected more than one value a channel while training, got {tuple(x.shape)}.")
         running = self.running_mean, self.running_var, self.num_batches_tracked
         y: Tensor = norm.Normalise.apply(
-            x, self.weight, self.bias, add, keep, mask, count, running, self.momentum, self.eps, relu
+            x, self.weight, self.bias, offset, add, keep, mask, count, running, self.momentum, self.eps, relu
         )
         return y
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
+from ratp.parts.scores import scores
 
 # Pairs of samples count as negatives only from this cosine on (published code).
 NEGATIVE_THRESHOLD = 1e-6
@@ -70,7 +71,7 @@ def prototype_contrastive(
         scale = config.scale
         features, prototypes = F.normalize(features, dim=1), F.normalize(prototypes, dim=1)
         old = None if old is None else F.normalize(old, dim=1)
-    to_prototypes = scale * features @ prototypes.T
+    to_prototypes = scale * scores(features, prototypes)
     to_samples = features @ features.T
     repels = labels[:, None] != labels[None, :]
     if config.negatives == "positive":
