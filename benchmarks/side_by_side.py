@@ -55,6 +55,9 @@ def plan_for(folder: Path, seed: int, options: argparse.Namespace) -> RunPlan:
         "r_con": 0.8,
         "refresh": 2,
     }
+    for kind in ("source_transform", "target_transform"):  # digits are not changed
+        changes |= {f"{kind}.crop": False}
+        changes |= {f"{kind}.{n}": 0 for n in ("flip", "brightness", "contrast", "saturation", "hue", "greyscale")}
     order = ">".join(STAGES)
     return resolve(RunRequest(str(folder), order=order, seed=seed, changes=changes, device=options.device))
 
@@ -117,14 +120,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--counts", type=int, nargs="+", help="runs at once; default: 1 2 4 8 and, on a GPU, 10")
     parser.add_argument("--images", type=int, help="images of a domain; default: 10,000, or 300 on a CPU")
-    parser.add_argument("--epochs", type=int, help="epochs of a stage; default: 10, or 6 on a CPU")
-    parser.add_argument("--steps", type=int, help="steps of an epoch; default: 200, or 5 on a CPU")
+    parser.add_argument("--epochs", type=int, help="epochs of a stage; default: 6")
+    parser.add_argument("--steps", type=int, help="steps of an epoch; default: 400, or 5 on a CPU")
     parser.add_argument("--batch", type=int, help="images in a batch; default: 64, or 32 on a CPU")
     parser.add_argument("--width", type=float, help="factor on the channels; default: 1, or 0.25 on a CPU")
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
     options = parser.parse_args()
     on_gpu = torch.device(options.device).type == "cuda"
-    usual = {"images": 10_000, "epochs": 10, "steps": 200, "batch": 64, "width": 1.0}
+    usual = {"images": 10_000, "epochs": 6, "steps": 400, "batch": 64, "width": 1.0}
     if not on_gpu:
         usual = {"images": 300, "epochs": 6, "steps": 5, "batch": 32, "width": 0.25}
     for name, value in usual.items():

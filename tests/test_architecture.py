@@ -56,7 +56,7 @@ def within(package):
 def test_the_reader_of_imports_reads_them():
     """The other tests would pass on a package it saw nothing of."""
     assert {"ratp.plan", "ratp.run", "ratp.parts.pca", "ratp.cli.main", "ratp.report.page"} <= FILES.keys()
-    assert own("ratp.parts.pca") == {"ratp.config"}
+    assert own("ratp.parts.pca") == {"ratp.config", "ratp.parts.scores"}
     assert {"ratp.cli.doctor", "ratp.cli.lists", "ratp.errors"} <= own("ratp.cli.main")
     assert "ratp.report.page" in own("ratp.cli.reports")
     assert {"torch", "dataclasses"} <= foreign("ratp.parts.pca")
@@ -65,7 +65,19 @@ def test_the_reader_of_imports_reads_them():
 @pytest.mark.parametrize("module", within("ratp.parts"))
 def test_parts_know_tensors_only(module):
     assert foreign(module) <= {"torch", *sys.stdlib_module_names}
-    assert {name for name in own(module) if not name.startswith("ratp.parts")} <= {"ratp.config", "ratp.errors"}
+    below = {"ratp.config", "ratp.errors", *within("ratp.kernels")}
+    assert {name for name in own(module) if not name.startswith("ratp.parts")} <= below
+
+
+@pytest.mark.parametrize("module", within("ratp.kernels"))
+def test_kernels_know_tensors_only(module):
+    assert foreign(module) <= {"torch", "triton", *sys.stdlib_module_names}
+    assert own(module) <= {"ratp.kernels.norm", "ratp.parts.randmix_draw"}
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if not m.startswith("ratp.kernels.")])
+def test_nothing_else_needs_triton(module):
+    assert "triton" not in foreign(module)
 
 
 @pytest.mark.parametrize("module", within("ratp.data"))

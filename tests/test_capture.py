@@ -406,12 +406,13 @@ def on_gpu(method="ratp", backbone="dtn", **changes):
 
 
 def drive(phases, capture, between=lambda: None):
-    """Trains; gives the means of every tick."""
+    """Trains; gives the means of every epoch."""
     seen = []
     for moment in train(phases, capture=capture):
         if isinstance(moment, Tick):
-            seen.append({name: value.item() for name, value in moment.means.items()})
             between()
+            if moment.epoch_done:
+                seen.append({name: value.item() for name, value in moment.means.items()})
     return seen
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ratp.parts.randmix import Draw
+from ratp.parts.randmix_draw import Draw
 
 # Beyond, one program has too many pixels to hold.
 MOST_PIXELS = 1024

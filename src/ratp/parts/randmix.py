@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ratp import kernels
 from ratp.config import switch
+from ratp.parts.randmix_draw import Branch, Draw, Linear
 
 if TYPE_CHECKING:
     from ratp.kernels.randmix import Mixture
@@ -63,44 +64,6 @@ class RandMixConfig:
     input_noise: float = switch(0.001, "deviation of the noise added to the branches' input", row=17, minimum=0)
     renormalise: bool = switch(True, "bring σ's output back to the range of the network's input", row=18)
     safe_division: bool = switch(True, "keep Σw away from zero; off: divide as printed")
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Weight and bias of a random layer."""
-
-    weight: Tensor
-    bias: Tensor
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The random numbers of one autoencoder."""
-
-    encoder: Linear
-    decoder: Linear
-    adain: Linear
-    noise: Tensor
-
-
-@dataclass(frozen=True)
-class Draw:
-    """All random numbers of one call of RandMix.
-
-    Indexed like a batch, it gives the numbers of some of its images: theirs are the same whichever others there are.
-    """
-
-    input_noise: Tensor | None
-    colour: Linear | None
-    colour_keep: Tensor | None
-    branches: tuple[Branch, ...]
-    weights: Tensor
-
-    def __getitem__(self, rows: Tensor | slice) -> Draw:
-        branches = tuple(replace(branch, noise=_rows(branch.noise, rows)) for branch in self.branches)
-        noise = None if self.input_noise is None else _rows(self.input_noise, rows)
-        keep = None if self.colour_keep is None else _rows(self.colour_keep, rows)
-        return Draw(noise, self.colour, keep, branches, _rows(self.weights, rows))
 
 
 class RandMix:
@@ -290,11 +253,6 @@ def _columns(block: int, spanned: int, size: int, device: torch.device) -> Tenso
     q, i, j = torch.meshgrid(*(torch.arange(n) for n in (block, block, spanned)), indexing="ij")
     column = block * j + i - q
     return column.where((column >= 0) & (column < size), size).to(device)  # complete, whichever stream asks for it
-
-
-def _rows(numbers: Tensor, rows: Tensor | slice) -> Tensor:
-    """Some rows; a single one serves all images anyway."""
-    return numbers if len(numbers) == 1 else numbers[rows]
 
 
 def _identity(tensor: Tensor) -> Tensor:

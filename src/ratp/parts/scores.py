@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Products of numbers up to which they are rather summed up than multiplied as matrices.
+FEW = 2**20
+
 
 def scores(features: Tensor, vectors: Tensor) -> Tensor:
     """f·Wᵀ, shape (n, k), for features of shape (n, d) and vectors of shape (k, d)."""
@@ -18,9 +21,9 @@ def scores(features: Tensor, vectors: Tensor) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """The same; the transposed gradient is written out before it is multiplied.
+    """The same, but dW = Σ_i dS_i·f_iᵀ is summed up where there are few classes.
 
-    For 128 samples of 10 classes on an H200, cuBLAS else takes 52 µs for dW, ten times as long.
+    For 128 samples of 10 classes on an H200, cuBLAS takes 52 µs for that product.
     """
 
     @staticmethod
@@ -34,5 +37,9 @@ class _Scores(torch.autograd.Function):
         features, vectors = ctx.saved_tensors
         needs_features, needs_vectors = ctx.needs_input_grad
         d_features = gradient @ vectors if needs_features else None
-        d_vectors = gradient.T.contiguous() @ features if needs_vectors else None
+        d_vectors = None
+        if needs_vectors and gradient.numel() * features.shape[1] <= FEW:
+            d_vectors = (gradient[:, :, None] * features[:, None, :]).sum(dim=0)
+        elif needs_vectors:
+            d_vectors = gradient.T @ features
         return d_features, d_vectors
