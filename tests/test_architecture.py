@@ -121,6 +121,17 @@ def test_only_the_evaluator_and_the_run_read_test_sets():
     assert readers <= {"ratp.run", "ratp.stream"}
 
 
+def test_only_the_run_reads_the_answers_of_oracles():
+    """``Stream.answers`` holds the labels of targets."""
+    readers = {
+        module
+        for module in FILES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and node.attr == "answers"
+    }
+    assert readers == {"ratp.run"}
+
+
 def test_there_are_no_circles():
     """A module can be read before whatever imports it."""
     seen, under_way = set(), []

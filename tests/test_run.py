@@ -32,13 +32,14 @@ from helpers import (
     tiny_plan,
     toy_domain,
     toy_domains,
+    toy_method,
     toy_plan,
 )
 from helpers import ratp as ratp_command
 from ratp import __version__
 from ratp.config import as_dict
 from ratp.domain import LabelledDomain
-from ratp.errors import RunDirectoryError
+from ratp.errors import ConfigError, RatpError, RunDirectoryError
 from ratp.inference import classify
 from ratp.methods import METHODS
 from ratp.online import SMALLEST_BATCH, classify_by_batch
@@ -88,6 +89,8 @@ def epochs_of(run, stage):
     """Epochs of each phase of a stage."""
     if stage == 0:
         return [phase.epochs for phase in run.method.source_phases(run.stream.source)]
+    if run.config["uses_target_labels"]:
+        return [phase.epochs for phase in run.method.told_phases(run.stream.answers[stage - 1])]
     return [phase.epochs for phase in run.method.target_phases(run.stream.targets[stage - 1])]
 
 
@@ -451,9 +454,9 @@ class TestComplete:
 
 
 class TestFirewall:
-    """Target labels reach nothing but the evaluator."""
+    """Target labels reach nothing but the evaluator, and methods that say so."""
 
-    @every_method
+    @pytest.mark.parametrize("method", sorted(set(METHODS) - {"oracle"}))
     def test_scrambled_target_labels_give_the_same_bits(self, untouched, method, tmp_path):
         source, *targets = toy_domains()
         scrambled = [replace(t, labels=(t.labels + 1 + torch.arange(len(t)) % 3) % 4) for t in targets]
@@ -468,6 +471,30 @@ class TestFirewall:
         scrambled = replace(source, labels=(source.labels + 1) % 4)
         Run(toy_plan("ratp", [scrambled, *targets]), tmp_path / "run").execute()
         assert not same_tensors(tensors_of(tmp_path / "run"), tensors_of(untouched["ratp"]))
+
+    @pytest.mark.parametrize(("method", "changes"), [("oracle", {}), ("ratp", {"labelling": "truth"})], ids=str)
+    def test_who_is_told_is_marked_and_depends_on_them(self, method, changes, tmp_path):
+        source, *targets = toy_domains()
+        scrambled = [replace(t, labels=(t.labels + 1) % 4) for t in targets]
+        for name, domains in (("true", [source, *targets]), ("scrambled", [source, *scrambled])):
+            Run(toy_plan(method, domains, changes=changes), tmp_path / name).execute()
+        assert not same_tensors(tensors_of(tmp_path / "true"), tensors_of(tmp_path / "scrambled"))
+        record = read_run(tmp_path / "true")
+        assert record.config["uses_target_labels"] is True
+        assert "knows target labels" in record.label
+
+    def test_nobody_else_is_told(self, untouched):
+        for method in set(METHODS) - {"oracle"}:
+            assert read_run(untouched[method]).config["uses_target_labels"] is False
+            built, _, targets = toy_method(toy_plan(method))
+            with pytest.raises(RatpError, match="must not be told the labels of 'mud'"):
+                built.told_phases(targets[0])
+
+    def test_what_is_not_labelled_cannot_be_told(self):
+        source, target, last = toy_domains()
+        with pytest.raises(ConfigError, match="oracle needs the labels of all targets; mud has none"):
+            Run(toy_plan("oracle", [source, target.unlabelled(), last]), Path("nowhere"))
+        assert not Path("nowhere").exists()
 
     def test_test_images_of_targets_are_not_trained_on(self, tmp_path):
         source, target = toy_domain("ink"), toy_domain("mud", 40, held_out=12)

@@ -6,26 +6,56 @@ A generated part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, stdev
 
 from ratp.config import as_dict, switches
-from ratp.matrix import Metric
+from ratp.matrix import METRICS, Metric
+from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
 from ratp.plan import preset_config
-from ratp.record import read_run
+from ratp.record import RunRecord, read_run
 from ratp.report.tables import comparison_markdown
 
 ROOT = Path(__file__).parents[1]
 
 
+def demo_runs() -> list[RunRecord]:
+    """All runs on the demo stream that were kept, in the order of the methods."""
+    runs = [read_run(path) for path in sorted((ROOT / "results" / "demo").glob("*.json"))]
+    return sorted(runs, key=lambda run: (list(METHODS).index(run.method), run.seed))
+
+
 def demo_table() -> str:
     """RaTP and source-only on the demo stream."""
-    runs = [read_run(path) for path in sorted((ROOT / "results" / "demo").glob("*.json"))]
-    order = sorted(runs, key=lambda run: (run.method != "source-only", run.seed))
-    return comparison_markdown(order)
+    runs = [run for run in demo_runs() if run.method in ("source-only", "ratp")]
+    return comparison_markdown(sorted(runs, key=lambda run: (run.method != "source-only", run.seed)))
+
+
+def costs() -> dict[str, float]:
+    """Time of every method on the demo stream, source-only's being 1."""
+    seconds: dict[str, list[float]] = {}
+    for run in demo_runs():
+        stages = [event["seconds"] for event in run.journal if event["event"] == "stage_finished"]
+        seconds.setdefault(run.method, []).append(sum(stages))
+    return {name: round(mean(times) / mean(seconds["source-only"]), 1) for name, times in seconds.items()}
+
+
+def methods_table() -> str:
+    """Every method: family, needs, cost and what it reaches on the demo stream."""
+    found = costs()
+    lines = ["| method | family | needs beside images | cost | TDG | TDA | FA |", "|---|---|---|---:|---:|---:|---:|"]
+    for method in METHODS.values():
+        runs = [run for run in demo_runs() if run.method == method.name]
+        numbers = [_mean([run.matrix.average(metric) for run in runs]) if runs else "–" for metric in METRICS]
+        cost = f"{found[method.name]:.1f}×" if method.name in found else "–"
+        cells = (f"`{method.name}`", method.family, method.needs or "nothing", cost, *numbers)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def switch_table() -> str:
@@ -71,13 +101,19 @@ def benchmark_table() -> str:
             blocks.append(f"**{stream}, {order}**: not run yet.")
             continue
         names = [*found[0].matrix.domains, "average"]
-        lines = [f"| {stream}, {order} | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+        seeds = f"{len(found)} seeds" if len(found) > 1 else f"seed {found[0].seed}"
+        lines = [f"| {stream}, {order}, {seeds} | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
         for metric, paper in printed.items():
-            ours = found[0].matrix.metric(metric) | {"average": found[0].matrix.average(metric)}
-            cells = [f"{ours[n]:.1f} ({paper[n]:.1f})" if n in paper else "–" for n in names]
+            ours = [run.matrix.metric(metric) | {"average": run.matrix.average(metric)} for run in found]
+            cells = [f"{_mean([one[n] for one in ours])} ({paper[n]:.1f})" if n in paper else "–" for n in names]
             lines.append(f"| {metric} | {' | '.join(cells)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def _mean(values: list[float]) -> str:
+    """The mean, with the standard deviation if there are several values."""
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def _cell(value: object) -> str:
@@ -86,6 +122,7 @@ def _cell(value: object) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "demo table": demo_table,
+    "methods table": methods_table,
     "switches": switch_table,
     "benchmark table": benchmark_table,
 }
@@ -106,6 +143,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is out of date")
     check = parser.parse_args().check
     stale = []
+    kept = ROOT / "src" / "ratp" / "methods" / "cost.json"
+    about = "Time of a run on the demo stream, source-only's being 1; written by tools/docs.py from results/demo."
+    new = json.dumps({"about": about, "cost": costs()}, indent=1, ensure_ascii=False) + "\n"
+    if new != kept.read_text():
+        stale.append(kept.name)
+        if not check:
+            kept.write_text(new)
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
         new = generate(text)

@@ -32,6 +32,7 @@ from ratp.network import Network
 from ratp.precision import Precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, Scaling, TrainingInputs
+from ratp.source_models import SourceModels
 from ratp.weights import Weights, load_backbone
 
 Statistics = Literal["running", "batch"]
@@ -49,6 +50,7 @@ class Setting:
         device: Where to compute.
         weights: What the feature extractor starts from; None: from random numbers.
         precision: How exactly to compute.
+        models: Networks trained on the source by earlier runs; None: there are none to be used.
     """
 
     recipe: Recipe
@@ -58,6 +60,7 @@ class Setting:
     device: torch.device
     weights: Weights | None = None
     precision: Precision = "fp32"
+    models: SourceModels | None = None
 
     def scaling(self) -> Scaling:
         """From stored images to what the network sees."""
@@ -301,6 +304,19 @@ class Method(ABC):
         """Which statistics BatchNorm uses when a trained model is measured on a domain."""
         del config
         return "running"
+
+    @classmethod
+    def uses_target_labels(cls, config: Any) -> bool:
+        """Whether it is told the true labels of targets, to see how much better labels would help.
+
+        Such a method gets :meth:`told_phases` in place of ``target_phases``, and every result of it says so.
+        """
+        del config
+        return False
+
+    def told_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """What to do on one more target domain, with its labels."""
+        raise RatpError(f"{self.name} must not be told the labels of {domain.name!r}.")
 
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """What the method makes of some uint8 images before learning from them, for the report."""

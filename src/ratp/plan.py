@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from ratp.config import as_dict, override
+from ratp.data.cache import cache_folder
+from ratp.environment import describe_environment
 from ratp.errors import ConfigError, unknown
 from ratp.method import Method, Setting
 from ratp.methods import METHODS
@@ -24,6 +26,7 @@ from ratp.precision import Precision, find_precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, follow_backbone
 from ratp.record import SCHEMA
+from ratp.source_models import SourceModels
 from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.streams import find_stream
 from ratp.streams.own import NAME as FOLDERS
@@ -35,6 +38,8 @@ T = TypeVar("T")
 DEFAULT_PRESET = "official"
 NO_WEIGHTS, PUBLISHED = "none", "imagenet"
 _USER_MODULE = "ratp_user_method_"
+
+OURS = "ratp.methods."
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,36 @@ class RunPlan:
         domains = self.spec.load(self.order, self.recipe.size, self.data)
         return make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
 
-    def build_method(self, stream: Stream) -> Method:
-        """The method, untrained."""
-        randomness = Randomness(self.seed)
+    def build_method(self, stream: Stream, *, reuse_source: bool = False) -> Method:
+        """The method, untrained.
+
+        Args:
+            stream: What it will be trained on.
+            reuse_source: Whether it may take a network trained on the source by an earlier run. Only our own methods
+                do, whose code is known to be the same.
+        """
         setting = Setting(
-            self.recipe, stream.classes, stream.image_size, randomness, self.device, self.weights, self.precision
+            self.recipe,
+            stream.classes,
+            stream.image_size,
+            Randomness(self.seed),
+            self.device,
+            self.weights,
+            self.precision,
+            self._source_models(stream) if reuse_source and self.method.__module__.startswith(OURS) else None,
         )
         return self.method(setting, self.config)
+
+    def _source_models(self, stream: Stream) -> SourceModels:
+        about = {
+            "seed": self.seed,
+            "recipe": as_dict(self.recipe),
+            "classes": list(stream.classes),
+            "source": stream.fingerprints[stream.order[0]],
+            "weights": self.weights.sha256 if self.weights else None,
+            "device": describe_environment(self.device, self.precision),
+        }
+        return SourceModels(cache_folder() / "source-models", about)
 
     def decisions(self) -> dict[str, Any]:
         """All that determines the result, but for images and weights, as plain data."""
@@ -162,6 +190,7 @@ class RunPlan:
             "notes": list(stream.notes),
             "weights_name": self.weights.name if self.weights else None,
             "evaluation_statistics": self.method.evaluation_statistics(self.config),
+            "uses_target_labels": self.method.uses_target_labels(self.config),
         }
         return {**about, **decisions, "fingerprint": _sha256(decisions)}
 

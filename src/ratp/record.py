@@ -29,6 +29,9 @@ from ratp.matrix import Matrix
 SCHEMA = 1
 RESULT_KIND = "ratp result"
 
+# Mark of results that true labels of targets went into.
+ORACLE = "knows target labels"
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -55,9 +58,10 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """Method, with its preset and switches where they are not the default ones."""
+        """Method, with its preset and switches where they are not the default ones; an oracle is called one."""
         preset = self.config["preset"]
-        extra = [preset] if preset != "official" else []
+        extra = [ORACLE] if self.config.get("uses_target_labels") else []
+        extra += [preset] if preset != "official" else []
         extra += [f"{name}={value}" for name, value in self.config["changed"].items()]
         return f"{self.method} ({', '.join(extra)})" if extra else self.method
 

@@ -22,7 +22,7 @@ import torch
 from ratp.device_copies import with_images_on
 from ratp.domain import UnlabelledDomain
 from ratp.environment import describe_environment
-from ratp.errors import RatpError, RunDirectoryError, TrainingError
+from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy
 from ratp.files import (
     is_leftover,
@@ -113,15 +113,30 @@ class Run:
         folder: Its directory; continued if it holds the same run, refused if it holds anything else.
         probe: Whether to measure the new domain after every epoch of its stage. It changes no result.
         capture: Whether training steps on a GPU run as CUDA graphs. It changes no result.
+        reuse_source: Whether a network that an earlier run trained on the same source in the same way may be taken, and
+            this run's be kept. It changes no result.
     """
 
-    def __init__(self, plan: RunPlan, folder: Path | str, *, probe: bool = False, capture: bool = True) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        folder: Path | str,
+        *,
+        probe: bool = False,
+        capture: bool = True,
+        reuse_source: bool = False,
+    ) -> None:
         self.plan = plan
         self.folder = Path(folder)
         self.probe = probe
         self.capture = capture
+        self.reuse_source = reuse_source
         self.stream: Stream = plan.load_stream()
-        self.method: Method = plan.build_method(self.stream)
+        self._is_told = plan.method.uses_target_labels(plan.config)
+        if self._is_told and None in self.stream.answers:
+            bare = [domain.name for domain in self._unlabelled()]
+            raise ConfigError(f"{plan.method.name} needs the labels of all targets; {', '.join(bare)} has none.")
+        self.method: Method = plan.build_method(self.stream, reuse_source=reuse_source)
         self.config = plan.to_json(self.stream)
         self.matrix = Matrix(self.stream.order)
 
@@ -205,7 +220,8 @@ class Run:
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage left it."""
-        self.method, self.matrix = self.plan.build_method(self.stream), Matrix(self.stream.order)
+        self.method = self.plan.build_method(self.stream, reuse_source=self.reuse_source)
+        self.matrix = Matrix(self.stream.order)
         remove_leftovers(self.folder)
         state_file = self.folder / "state.safetensors"
         if not state_file.exists():
@@ -265,7 +281,7 @@ class Run:
             done += moment.made
             yield Trained(stage, name, moment)
             if moment.epoch_done:
-                self._note_epoch(stage, moment, time.perf_counter() - epoch_started)
+                self._note_epoch(stage, moment, epoch_started)
                 if self.probe and done < total:
                     yield from self._measure(stage, done / total)
                 epoch_started = time.perf_counter()
@@ -284,7 +300,9 @@ class Run:
         if stage == 0:
             source = self.stream.source
             return self.method.source_phases(with_images_on(source, device)), len(source)
-        target = self.stream.targets[stage - 1]
+        target, answer = self.stream.targets[stage - 1], self.stream.answers[stage - 1]
+        if self._is_told and answer is not None:
+            return self.method.told_phases(with_images_on(answer, device)), len(target)
         return self.method.target_phases(with_images_on(target, device)), len(target)
 
     def _finish_stage(
@@ -314,7 +332,7 @@ class Run:
         write_json(self.folder / "matrix.json", self.matrix.to_json())
         self._append(event)
 
-    def _note_epoch(self, stage: int, tick: Tick, seconds: float) -> None:
+    def _note_epoch(self, stage: int, tick: Tick, started: float) -> None:
         means = {name: float(value) for name, value in tick.means.items()}
         bad = [name for name, value in means.items() if not math.isfinite(value)]
         if bad:
@@ -327,7 +345,7 @@ class Run:
             epoch=tick.epoch,
             means=means,
             statistics=dict(tick.statistics),
-            seconds=round(seconds, 3),
+            seconds=round(time.perf_counter() - started, 3),  # the device has caught up: its means were read
         )
 
     def _ruined(self, stage: int, what: str) -> TrainingError:

@@ -167,6 +167,7 @@ def _work(run: Run) -> dict[str, Any]:
         "fingerprint": run.config["fingerprint"],
         "folder": os.fspath(run.folder),
         "probe": run.probe,
+        "reuse_source": run.reuse_source,
         "capture": run.capture,
     }
 
@@ -284,7 +285,7 @@ def _same_run(work: Mapping[str, Any]) -> Run | None:
         return None
     if _identity(plan) != work["same"]:
         return None
-    run = Run(plan, work["folder"], probe=work["probe"], capture=work["capture"])
+    run = Run(plan, work["folder"], probe=work["probe"], capture=work["capture"], reuse_source=work["reuse_source"])
     return run if run.config["fingerprint"] == work["fingerprint"] else None
 
 

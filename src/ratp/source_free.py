@@ -18,12 +18,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.config import switch
+from ratp.copies import Copies
 from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError
 from ratp.method import Phase, Setting
 from ratp.network import Network, Output
 from ratp.parts.chunks import in_chunks
 from ratp.parts.information import information_maximisation
+from ratp.parts.losses import cross_entropy
 from ratp.parts.rotation import TURNS, draw_turns, rotate, rotation_input
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 from ratp.parts.shot_labels import shot_labels
@@ -69,6 +71,10 @@ class SourceFreeMethod(NetworkMethod):
         """One phase of cross-entropy with smoothed labels."""
         return [SourcePhase(self, domain)]
 
+    def copies(self) -> Copies | None:
+        """RandMix copies of the stage's images, if the method makes any."""
+        return None
+
 
 class SourcePhase(SupervisedPhase):
     """Cross-entropy with smoothed labels; the feature extractor has a rate of its own."""
@@ -80,7 +86,18 @@ class SourcePhase(SupervisedPhase):
             return method.remember(learnt.images, learnt.labels)
 
         groups = [*extractor_groups(network, config.backbone_rate), (network.classifier.parameters(), 1.0)]
-        super().__init__(setting, network, domain, config.sgd, smoothing=config.smoothing, groups=groups, finish=finish)
+        copies = method.copies()
+        super().__init__(
+            setting,
+            network,
+            domain,
+            config.sgd,
+            smoothing=config.smoothing,
+            groups=groups,
+            forward=copies.learn_all if copies else None,
+            generators=copies.generators if copies else (),
+            finish=finish,
+        )
 
 
 def extractor_groups(network: Network, backbone_rate: float) -> list[Group]:
@@ -154,6 +171,10 @@ class TargetPhase(Phase):
     def losses(self, batch: Batch, output: Output) -> dict[str, Tensor]:
         """The terms of the loss on a batch, already weighted."""
 
+    def forward(self, images: Tensor) -> Output:
+        """What the network makes of a batch while it learns."""
+        return self._network.train()(images)
+
     def after_update(self, batch: Batch, output: Output) -> None:
         """What else a step does."""
 
@@ -170,7 +191,7 @@ class TargetPhase(Phase):
         """One update on a batch drawn with replacement."""
         count = self._setting.recipe.batch
         batch = self._batches.draw(count)
-        output = self._network.train()(batch.images)
+        output = self.forward(batch.images)
         terms = self.losses(batch, output)
         if self._replay == "separate" and len(self._memory):
             stored = self._batches.draw_memory(self._memory, count)
@@ -317,20 +338,33 @@ class SHOTPhase(TargetPhase):
         groups = extractor_groups(method.network, method.config.backbone_rate)
         if rotation is not None:
             groups.append((rotation.head.parameters(), 1.0))
-        drawn = () if rotation is None else (rotation.generator,)
+        drawn: tuple[torch.Generator, ...] = () if rotation is None else (rotation.generator,)
+        self._copies = method.copies()
+        if self._copies is not None:
+            drawn = *drawn, *self._copies.generators
         super().__init__(method, images, groups, generators=drawn, finish=finish)
         self._beta, self._rotation = beta, rotation
+        self._counts: Tensor | None = None
 
     def label(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
         """SHOT's labels."""
         return shot_labels(embedding, probabilities)
 
+    def forward(self, images: Tensor) -> Output:
+        """Images, then copies of the confident ones if copies are made."""
+        if self._copies is None:
+            return super().forward(images)
+        output, self._counts = self._copies.learn_confident(images)
+        return output
+
     def losses(self, batch: Batch, output: Output) -> dict[str, Tensor]:
-        """β·CE + H̄ − H(p̄), and the rotation task's if there is one."""
+        """β·CE + H̄ − H(p̄), and the rotation task's if there is one; of copies the cross-entropy alone."""
+        count = len(batch.labels)
+        labels = batch.labels.repeat(len(output.logits) // count)
         terms = {
-            "ce": self._beta * F.cross_entropy(output.logits, batch.labels),
-            "im": information_maximisation(output.logits),
+            "ce": self._beta * cross_entropy(output.logits, labels, self._counts),
+            "im": information_maximisation(output.logits[:count]),
         }
         if self._rotation is not None:
-            terms["rotation"] = self._rotation.loss(self._network, batch.images, output.embedding)
+            terms["rotation"] = self._rotation.loss(self._network, batch.images, output.embedding[:count])
         return terms

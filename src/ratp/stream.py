@@ -1,7 +1,7 @@
 """A stream: one labelled source domain, then unlabelled targets in their order of arrival.
 
 Written ``scan>photo>font>street``. The labels of the targets stay in :attr:`Stream.tests`, which only the
-evaluator reads.
+evaluator reads, and in :attr:`Stream.answers`, for methods that are told them and marked for it.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Stream:
         source: Training part of the labelled source.
         targets: Training images of the targets, without labels.
         tests: Test set of every domain, the source first: for the evaluator only. None for a domain without labels.
+        answers: The training images of the targets with their labels: for oracles only. None where there are none.
         fingerprints: By domain, the hash of its files, or of its images and labels if it comes from none.
         origins: By domain, what it is if it is not the published data.
         files: By domain without labels, the names of its files.
@@ -108,6 +109,7 @@ class Stream:
     targets: tuple[UnlabelledDomain, ...]
     tests: tuple[LabelledDomain | None, ...]
     fingerprints: Mapping[str, str]
+    answers: tuple[LabelledDomain | None, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -198,11 +200,13 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         source = replace(source, held_out=held_out)
     train, test = _train_and_test(source)
     tests: list[LabelledDomain | None] = [test]
-    targets = []
+    targets: list[UnlabelledDomain] = []
+    answers: list[LabelledDomain | None] = []
     for target in parts[1:]:
         if isinstance(target, UnlabelledDomain):
             targets.append(target)
             tests.append(None)
+            answers.append(None)
             continue
         if target.held_out is None and hold_out:
             # drawn without a look at the labels, which a target does not have
@@ -212,12 +216,14 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         seen, test = _train_and_test(target)
         targets.append(seen.unlabelled())
         tests.append(test)
+        answers.append(seen)
     return Stream(
         name=name,
         order=tuple(part.name for part in parts),
         source=train,
         targets=tuple(targets),
         tests=tuple(tests),
+        answers=tuple(answers),
         fingerprints={part.name: part.fingerprint() for part in parts},
         origins={item.domain.name: item.origin for item in loaded if item.origin},
         files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ratp.config import as_dict
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import classify, run_in_chunks
 from ratp.memory import Memory
 from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
-from ratp.network import Network
+from ratp.network import Network, Output
 from ratp.parts.herding import Selection
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 
@@ -103,10 +104,16 @@ class SupervisedPhase(Phase):
         sgd: Switches of the optimiser.
         smoothing: ε of label smoothing: targets are (1 − ε)·one-hot + ε/K.
         groups: What of the network to train, each with a factor on the rate; None: all at the same.
+        stage: Number of the stage.
+        memory: What to replay; None: nothing.
+        forward: What the network makes of a batch while it learns, copies of its images included, if it is more than
+            that of the images alone.
+        generators: What ``forward`` draws from.
         finish: Called at the end with the domain on the device; what it returns is recorded.
+
+    If an earlier run has trained the same, its network is taken, and there is no epoch.
     """
 
-    name = "source"
     captures = True
 
     def __init__(
@@ -118,17 +125,41 @@ class SupervisedPhase(Phase):
         *,
         smoothing: float = 0.0,
         groups: Sequence[Group] | None = None,
+        stage: int = 0,
+        memory: Memory | None = None,
+        forward: Callable[[Tensor], Output] | None = None,
+        generators: Sequence[torch.Generator] = (),
         finish: Callable[[LabelledDomain], dict[str, float]] | None = None,
     ) -> None:
         recipe = setting.recipe
+        self.name: Literal["source", "target"] = "target" if stage else "source"
         self.epochs, self.steps = recipe.epochs, recipe.steps
         self._network, self._batch, self._smoothing, self._finish = network, recipe.batch, smoothing, finish
         self._domain = domain.to(setting.device)
-        self._batches = Batches(setting, "source", 0, self._domain.images, self._domain.labels)
-        self._dropout = setting.generator("dropout", 0)
-        self.generators = (*self._batches.generators, self._dropout)
-        trained = network.parameters() if groups is None else groups
+        self._batches = Batches(setting, self.name, stage, self._domain.images, self._domain.labels, memory)
+        self._dropout = setting.generator("dropout", stage)
+        self._forward = forward or (lambda images: network.train()(images))
+        self.generators = (*self._batches.generators, self._dropout, *generators)
+        trained = [(list(network.parameters()), 1.0)] if groups is None else [(list(g), f) for g, f in groups]
         self._optimiser = StageSGD(trained, recipe.lr, recipe.epochs, sgd, recipe.steps)
+        self._models = setting.models if stage == 0 and forward is None else None
+        self._key = self._describe(sgd, trained)
+        self._found = self._models.find(self._key) if self._models else None
+        if self._found is not None:
+            self.epochs = 0
+
+    def _describe(self, sgd: SGDConfig, trained: Sequence[tuple[Sequence[Tensor], float]]) -> dict[str, Any]:
+        """What the trained network depends on, beside recipe, seed and source."""
+        names = {id(parameter): name for name, parameter in self._network.named_parameters()}
+        return {
+            "network": str(self._network),
+            "initial": [(name, list(tensor.shape)) for name, tensor in self._network.state_dict().items()],
+            "sgd": as_dict(sgd),
+            "smoothing": self._smoothing,
+            "groups": [([names.get(id(parameter)) for parameter in group], factor) for group, factor in trained],
+            "images": len(self._domain),
+            "kind": type(self).__qualname__,
+        }
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate."""
@@ -139,14 +170,21 @@ class SupervisedPhase(Phase):
     def step(self) -> dict[str, Tensor]:
         """One update on a batch drawn with replacement."""
         batch = self._batches.draw(self._batch)
-        logits = self._network.train()(batch.images).logits
-        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self._smoothing)
+        logits = self._forward(batch.images).logits
+        labels = batch.labels.repeat(len(logits) // len(batch.labels))
+        loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         self._optimiser.minimise(loss)
         return {"total": loss}
 
     def finish(self) -> dict[str, float]:
-        """Whatever the method does with the trained network."""
-        return self._finish(self._domain) if self._finish else {}
+        """Whatever the method does with the trained network, be it this phase's work or an earlier run's."""
+        record: dict[str, float] = {}
+        if self._found is not None:
+            self._network.load_state_dict(self._found)
+            record["from_cache"] = 1.0
+        elif self._models:
+            self._models.keep(self._key, self._network.state_dict())
+        return record | (self._finish(self._domain) if self._finish else {})
 
 
 class SinglePass(Phase):

@@ -477,6 +477,7 @@ def other_values():
         "randmix.input_noise": (0.0, 0.5),
         "t2pl.r_top": (1, 7),
         "t2pl.r_knn": (1, 3),
+        "temperature": (0.5,),
         "pca.weight": (0.0, 2.0),
         "pca.scale": (1.0, 30.0),
         "pca.old_weight": (0.0, 0.5),
@@ -487,6 +488,7 @@ def other_values():
             values = (not item.value,)
         elif item.kind.startswith("one of "):
             values = tuple(v for v in item.kind.removeprefix("one of ").split(", ") if v != str(item.value))
+            values = tuple(v for v in values if (item.name, v) != ("labelling", "truth"))  # needs to be told
         else:
             values = numbers[item.name]
         yield from ((item.name, value) for value in values)
@@ -496,7 +498,7 @@ THREE_STEPS = {"epochs": 3, "steps": 1}
 # Values that need not show on a few toy images: they speak of exact ties, of rare draws, of more samples a class
 # than there are, or of a different way to the same number.
 MAY_NOT_SHOW = {"strict", "randmix.safe_division", "t2pl.r_top", "t2pl.r_knn", "t2pl.normalise", "t2pl.rounds"}
-MAY_NOT_SHOW |= {"t2pl.top_set", "pca.form", "memory.labels", "refresh", "sgd.nesterov"}
+MAY_NOT_SHOW |= {"temperature", "labelling", "t2pl.top_set", "pca.form", "memory.labels", "refresh", "sgd.nesterov"}
 
 
 def all_stages(**changes):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from functools import cache
+from importlib import resources
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +22,7 @@ from ratp.config import as_dict, switches
 from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError
 from ratp.files import safe_name
+from ratp.method import Method
 from ratp.methods import METHODS
 from ratp.plan import DEFAULT_PRESET, find_method, preset_config
 from ratp.stream import Domain, parse_order
@@ -32,14 +38,45 @@ def list_methods(context: typer.Context, json_: Json = False) -> None:
     if context.invoked_subcommand:
         return
     if json_:
-        rows = [{"name": m.name, "title": m.title, "family": m.family, "paper": m.paper} for m in METHODS.values()]
-        print_json({"methods": rows})
+        print_json({"methods": [_described(method) for method in METHODS.values()]})
         return
-    table = Table("name", "what it is", "family", box=None, header_style="bold", pad_edge=False)
-    for method in METHODS.values():
-        table.add_row(f"[bold cyan]{escape(method.name)}[/]", escape(method.title), escape(method.family))
+    table = Table(
+        "name", "family", "needs beside images", "cost", "paper", box=None, header_style="bold", pad_edge=False
+    )
+    for row in map(_described, METHODS.values()):
+        cost = "–" if row["cost"] is None else f"{row['cost']:.1f}×"
+        cells = (row["family"], row["needs"], cost, _cited(row["paper"]))
+        table.add_row(f"[bold cyan]{escape(row['name'])}[/]", *map(escape, cells))
     stdout().print(table)
-    stderr().print("[dim]ratp methods show NAME explains one and lists its switches.[/]")
+    stderr().print(
+        "[dim]Cost: time of a run on the demo stream, source-only's being 1. "
+        "ratp methods show NAME explains one and lists its switches.[/]"
+    )
+
+
+def _cited(paper: str) -> str:
+    """First author, venue and year of a paper given as "Author et al., Title, VENUE YEAR"."""
+    parts = paper.split(", ")
+    return f"{parts[0].removesuffix(' et al.')}, {parts[-1]}" if len(parts) > 2 else paper
+
+
+def _described(method: type[Method]) -> dict[str, Any]:
+    """What there is to say about a method in a row."""
+    return {
+        "name": method.name,
+        "title": method.title,
+        "family": method.family,
+        "paper": method.paper,
+        "needs": method.needs or "nothing",
+        "cost": _costs().get(method.name),
+    }
+
+
+@cache
+def _costs() -> dict[str, float]:
+    """Measured by ``make results``."""
+    text = resources.files("ratp.methods").joinpath("cost.json").read_text(encoding="utf-8")
+    return dict(json.loads(text)["cost"])
 
 
 @methods.command("show")
@@ -48,7 +85,7 @@ def show_method(
     preset: Annotated[str, typer.Option(help="Preset whose values to show.")] = DEFAULT_PRESET,
     json_: Json = False,
 ) -> None:
-    """Explain a method: its paper, presets and every switch."""
+    """Explain a method: its paper, what it does, what differs from the original, presets and every switch."""
     method = find_method(name)
     config = preset_config(method, preset)
     if json_:
@@ -56,6 +93,7 @@ def show_method(
         return
     console = stdout()
     console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{escape(method.family)}[/]\n")
+    console.print(f"{escape(getdoc(sys.modules[method.__module__]) or '')}\n", highlight=False)
     console.print(f"Presets: {', '.join((DEFAULT_PRESET, *method.presets))}. Values below: [bold]{preset}[/].\n")
     _print_switches(config, preset_config(method, DEFAULT_PRESET))
     console.print("[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")

@@ -249,4 +249,5 @@ def _note(tick: Tick) -> str:
 def _summary(run: Run, event: StageFinished, label: str | None = None) -> str:
     accuracies = "  ".join(f"{name} {value:.1f}" for name, value in event.accuracy.items())
     place = f"{label or run.plan.method.name} {_place(run, event.stage)} {event.domain}"
-    return f"{place:<22} {accuracies}  ({event.seconds:.0f} s)"
+    kept = ", source network of an earlier run" if event.statistics.get("from_cache") else ""
+    return f"{place:<22} {accuracies}  ({event.seconds:.0f} s{kept})"

@@ -16,6 +16,7 @@ from ratp.cli.loading import data_options, decoding, print_notes
 from ratp.cli.progress import follow, follow_all
 from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
+from ratp.methods import METHODS
 from ratp.plan import DEFAULT_PRESET, RunPlan, RunRequest, resolve
 from ratp.record import RunRecord
 from ratp.run import Run
@@ -42,6 +43,14 @@ Probe = Annotated[
     ),
 ]
 
+ReuseSource = Annotated[
+    bool,
+    typer.Option(
+        "--reuse-source/--no-reuse-source",
+        help="Take the network an earlier run trained on the same source in the same way. Changes no result.",
+    ),
+]
+
 
 def run(
     stream: Annotated[
@@ -53,7 +62,9 @@ def run(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            "--method", "-m", help="Name of the method, or a .py file that defines one; repeatable. Default ratp."
+            "--method",
+            "-m",
+            help="Name of the method, a .py file that defines one, or all; repeatable. Default ratp.",
         ),
     ] = None,
     orders: Annotated[
@@ -95,6 +106,7 @@ def run(
         str, typer.Option(help="Classes of a target that the source does not have: stop, or drop their images.")
     ] = "stop",
     probe: Probe = False,
+    reuse_source: ReuseSource = True,
     device: Device = "auto",
     precision: Annotated[
         str, typer.Option(help="How a GPU multiplies: fp32, tf32, bf16, or auto: tf32 where there is one.")
@@ -109,7 +121,8 @@ def run(
     """
     request_changes, problems = _parse_changes(changes or [])
     at_once = _parse_jobs(jobs, problems)
-    combinations = list(product(methods or ["ratp"], orders or ["default"], seeds or ["2022"]))
+    methods = [name for given in methods or ["ratp"] for name in (METHODS if given == "all" else [given])]
+    combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
         requests = [
@@ -132,9 +145,9 @@ def run(
         ]
         plans = _resolve_all(requests, [*problems, *wrong])
         if len(plans) == 1:
-            current = Run(plans[0], out or _default_folder(plans[0]), probe=probe)
+            current = Run(plans[0], out or _default_folder(plans[0]), probe=probe, reuse_source=reuse_source)
         else:
-            several = _prepare_all(plans, _folders(plans, out), probe=probe)
+            several = _prepare_all(plans, _folders(plans, out), probe=probe, reuse_source=reuse_source)
     if len(plans) > 1:
         _run_several(several, out, at_once, quiet=quiet, json_=json_)
         return
@@ -250,7 +263,9 @@ def _of_method(problem: str, methods: set[str], known: set[str]) -> str:
     return f"{', '.join(sorted(methods))}: {problem}" if methods and methods != known else problem
 
 
-def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], *, probe: bool) -> list[Run]:
+def _prepare_all(
+    plans: Sequence[RunPlan], folders: Sequence[Path], *, probe: bool, reuse_source: bool = False
+) -> list[Run]:
     """A run for every plan, with its images loaded, or all that hinders them."""
     runs: list[Run] = []
     problems: list[str] = []
@@ -260,7 +275,7 @@ def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], *, probe: bo
         raise ConfigError(f"the same run is asked for twice: {names}. Give every seed, order and method once.")
     for plan, folder in zip(plans, folders, strict=True):
         try:
-            runs.append(Run(plan, folder, probe=probe))
+            runs.append(Run(plan, folder, probe=probe, reuse_source=reuse_source))
         except ConfigError as error:
             problems += error.problems
         except RatpError as error:

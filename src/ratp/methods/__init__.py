@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from ratp.method import Method
 from ratp.methods.adabn import AdaBN
+from ratp.methods.adacontrast import AdaContrast
+from ratp.methods.aucid import AuCID
 from ratp.methods.bmd import BMD
+from ratp.methods.cotta import CoTTA
 from ratp.methods.eata import EATA
 from ratp.methods.efdm import EFDM
+from ratp.methods.gsfda import GSFDA
+from ratp.methods.l2d import L2D
+from ratp.methods.oracle import Oracle
 from ratp.methods.pcl import PCL
+from ratp.methods.pden import PDEN
 from ratp.methods.ratp import RaTP
 from ratp.methods.shot import SHOT
 from ratp.methods.shot_plus import SHOTPlus
@@ -22,16 +29,23 @@ METHODS: dict[str, type[Method]] = {
     for method in (
         RaTP,
         SourceOnly,
+        Oracle,
         SHOT,
         SHOTPlus,
         SHOTPlusPlus,
+        GSFDA,
         BMD,
+        AuCID,
         SNR,
         PCL,
         EFDM,
+        L2D,
+        PDEN,
         AdaBN,
         Tent,
         T3A,
         EATA,
+        CoTTA,
+        AdaContrast,
     )
 }

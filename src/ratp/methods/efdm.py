@@ -51,7 +51,7 @@ class EFDM(NetworkMethod):
 
     name = "efdm"
     title = "EFDM: exact feature distribution mixing"
-    family = "domain generalisation"
+    family = "multiple domain generalisation"
     paper = (
         "Zhang et al., Exact Feature Distribution Matching for Arbitrary Style Transfer and Domain Generalization, "
         "CVPR 2022"

@@ -6,6 +6,8 @@ are the classifier's rows; both are projected first, samples by a linear layer, 
 * Source stage: cross-entropy + proxy contrastive loss.
 * Target stage: the same with SHOT's pseudo labels, anew every epoch; batches mix target and memory, whose domains
   stand for the several sources. All parameters train.
+* ``augment`` adds RandMix, as RaTP's ablation does: copies of all source images, and of target images the model is
+  confident about.
 
 Departures from the published code, all because the methods compared share one recipe: SGD of the harness instead of
 Adam, BatchNorm that trains instead of frozen statistics, no dropout in the bottleneck, no averaging of weights (SWAD),
@@ -21,20 +23,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.config import switch
+from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.method import Phase, Setting, pack, unpack
+from ratp.network import Output
+from ratp.parts.losses import cross_entropy, mean_over
 from ratp.parts.pcl import proxy_contrastive
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.pseudo_labels import PseudoLabelPhase
-from ratp.training import NetworkMethod
 
 
 @dataclass(frozen=True)
-class PCLConfig:
+class PCLConfig(CopiesConfig):
     """Switches of PCL."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
@@ -65,12 +68,12 @@ class Projections(nn.Module):
         return self.samples(embedding), prototypes @ self.proxies.T
 
 
-class PCL(NetworkMethod):
+class PCL(CopyingMethod):
     """Cross-entropy and proxy contrastive loss, by SHOT's labels on targets."""
 
     name = "pcl"
     title = "PCL: proxy-based contrastive learning"
-    family = "domain generalisation"
+    family = "multiple domain generalisation"
     paper = "Yao et al., PCL: Proxy-based Contrastive Learning for Domain Generalization, CVPR 2022"
     needs = "source labels, memory, pseudo labels of targets"
     config_type = PCLConfig
@@ -96,12 +99,12 @@ class PCL(NetworkMethod):
         modules = [self.network] if self.projections is None else [self.network, self.projections]
         return [parameter for module in modules for parameter in module.parameters()]
 
-    def loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """The proxy contrastive loss of a batch."""
+    def loss(self, embedding: Tensor, labels: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The proxy contrastive loss of a batch, over the rows that count."""
         proxies = self.network.prototypes
         if self.projections is not None:
             embedding, proxies = self.projections(embedding, proxies)
-        return proxy_contrastive(embedding, labels, proxies, self.config.scale).mean()
+        return mean_over(proxy_contrastive(embedding, labels, proxies, self.config.scale, valid), valid)
 
     def state(self) -> dict[str, Tensor]:
         """Network, memory and projections."""
@@ -122,15 +125,24 @@ class PCLPhase(PseudoLabelPhase):
         recipe, config = method.setting.recipe, method.config
         optimiser = StageSGD(method.parameters(), recipe.lr, recipe.epochs, config.sgd, recipe.steps)
         super().__init__(method, images, labels, optimiser, union=config.replay == "union", refresh=config.refresh)
-        self._loss, self._weight = method.loss, config.weight
+        self._loss, self._weight, self._copies = method.loss, config.weight, method.copies()
+        if self._copies is not None:
+            self.generators = *self.generators, *self._copies.generators
 
     def step(self) -> dict[str, Tensor]:
         """One update on a batch."""
         batch = self.batches.draw(self.batch)
-        output = self.network.train()(batch.images)
-        terms = {"ce": F.cross_entropy(output.logits, batch.labels)}
+        output, valid = self._learn(batch.images)
+        labels = batch.labels.repeat(len(output.logits) // len(batch.labels))
+        terms = {"ce": cross_entropy(output.logits, labels, valid)}
         if self._weight:
-            terms["pcl"] = self._weight * self._loss(output.embedding, batch.labels)
+            terms["pcl"] = self._weight * self._loss(output.embedding, labels, valid)
         total = torch.stack(list(terms.values())).sum()
         self.optimiser.minimise(total)
         return {"total": total, **terms}
+
+    def _learn(self, images: Tensor) -> tuple[Output, Tensor | None]:
+        """What the network makes of images and copies, and which of them count; None: all do."""
+        if self._copies is None:
+            return self.network.train()(images), None
+        return self._copies.learn_confident(images) if self.is_target else (self._copies.learn_all(images), None)

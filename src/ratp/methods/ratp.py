@@ -7,6 +7,9 @@ RandMix augments, T2PL labels, PCA aligns; distillation and an exemplar memory h
   is confident about get a RandMix copy; loss CE + PCA + distillation from the model before the stage.
 * After a stage: exemplars go to the memory, the model becomes the old model.
 
+For ablations (section 4.3 of the paper) other labels can take the place of T2PL's, other losses that of PCA, and
+RandMix can be left out: switches ``labelling``, ``alignment`` and ``augment``.
+
 The paper and its published code differ in many places. Each that changes behaviour is a switch of
 :class:`RaTPConfig`, numbered by its row in ``docs/ratp.md``; the defaults follow the published code
 (preset ``official``), preset ``paper`` follows the text. Departures from both, always in force: a class that
@@ -27,20 +30,28 @@ from torch import Tensor
 from ratp.capture import at_once
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import ConfigError
+from ratp.errors import ConfigError, RatpError
 from ratp.inference import classify
 from ratp.memory import Memory
 from ratp.method import Method, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
 from ratp.parts.batch_norm import only_rows, supports_row_masks
+from ratp.parts.bmd_labels import bmd_labels
 from ratp.parts.distill import distillation
 from ratp.parts.herding import Selection
 from ratp.parts.losses import cross_entropy, mean_over
 from ratp.parts.pca import PCAConfig, prototype_contrastive
+from ratp.parts.pcl import proxy_contrastive
+from ratp.parts.prototypes import domain_average, prototype_learning
 from ratp.parts.randmix import RandMix, RandMixConfig
+from ratp.parts.scl import supervised_contrastive
 from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.parts.shot_labels import shot_labels
 from ratp.parts.t2pl import T2PLConfig, t2pl
 from ratp.training import Batches, look, relabel, remember
+
+Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
+Alignment = Literal["pca", "pl", "scl", "pcl"]
 
 
 @dataclass(frozen=True)
@@ -73,11 +84,15 @@ class RaTPConfig:
     refresh: int = switch(2, "epochs between label refreshes; 0: once a stage", row=25, minimum=0)
     r_con: float = switch(0.8, "confidence from which a target image gets a RandMix copy", row=40)
     strict: bool = switch(True, "confidence must exceed r_con; off: reach it", row=19)
+    augment: bool = switch(True, "RandMix copies at all; off: an ablation")
     augment_replay: bool = switch(True, "memory images get RandMix copies too", row=19)
     joint_batch: bool = switch(True, "clean images and copies pass in one batch, sharing BatchNorm", row=20)
     randmix: RandMixConfig = switch(RandMixConfig(), "augmentation")
+    labelling: Labelling = switch("t2pl", "who labels targets: T2PL, or for ablations others; truth: told the labels")
     t2pl: T2PLConfig = switch(T2PLConfig(), "pseudo labels")
-    pca: PCAConfig = switch(PCAConfig(), "alignment")
+    alignment: Alignment = switch("pca", "PCA, or for ablations prototype learning, SupCon or PCL in its place")
+    temperature: float = switch(0.07, "of SupCon", above=0)
+    pca: PCAConfig = switch(PCAConfig(), "alignment; weight and scale serve the losses in its place too")
     distill: DistillConfig = switch(DistillConfig(), "distillation")
     memory: ExemplarConfig = switch(ExemplarConfig(), "exemplars")
 
@@ -113,6 +128,7 @@ class RaTP(Method):
     title = "RaTP: RandMix, Top² pseudo labels, prototype contrastive alignment"
     family = "continual domain shift learning"
     paper = "Liu et al., Deja Vu: Continual Model Generalization for Unseen Domains, ICLR 2023"
+    needs = "memory, many passes over a target"
     config_type = RaTPConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": PAPER}
     # The demo's rate is for SGD without momentum; momentum 0.9 makes a step ten times as long.
@@ -147,7 +163,20 @@ class RaTP(Method):
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
         """One phase with T2PL labels, memory and distillation."""
+        if self.uses_target_labels(self.config):
+            raise RatpError(f"with labelling=truth, ratp needs the labels of {domain.name!r}.")
         return [RaTPPhase(self, domain.images, None)]
+
+    @classmethod
+    def uses_target_labels(cls, config: RaTPConfig) -> bool:
+        """Only where they stand in for pseudo labels."""
+        return config.labelling == "truth"
+
+    def told_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """As on any target, with the labels it is told, if it was to be told them."""
+        if not self.uses_target_labels(self.config):
+            return super().told_phases(domain)
+        return [RaTPPhase(self, domain.images, None, told=domain.labels)]
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits of uint8 images."""
@@ -182,13 +211,14 @@ class RaTPPhase(Phase):
     BatchNorm and losses. The second costs more work, has the same shapes every time and can be captured.
     """
 
-    def __init__(self, method: RaTP, images: Tensor, labels: Tensor | None) -> None:
+    def __init__(self, method: RaTP, images: Tensor, labels: Tensor | None, told: Tensor | None = None) -> None:
         """Prepares a stage.
 
         Args:
             method: Whose network, old network and memory to train with.
             images: All training images of the domain, uint8.
             labels: True labels on the source; None on a target, where T2PL gives them.
+            told: The true labels of a target, in place of pseudo labels.
         """
         recipe, config = method.setting.recipe, method.config
         self.name: Literal["source", "target"] = "target" if labels is None else "source"
@@ -203,6 +233,9 @@ class RaTPPhase(Phase):
         given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         self._batches = Batches(setting, self.name, stage, images, given, replayed)
         self._images, self._labels = self._batches.images, self._batches.labels
+        self._told = None if told is None else told.to(setting.device)
+        self._prototypes = torch.zeros(len(setting.classes), recipe.network.dim, device=setting.device)
+        self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=setting.device)
         self._augmentation = setting.generator("randmix", stage)
         self._dropout = setting.generator("dropout", stage)
         self.generators = *self._batches.generators, self._augmentation, self._dropout
@@ -217,12 +250,39 @@ class RaTPPhase(Phase):
         lr = self._optimiser.begin_epoch(epoch)
         refresh = self._config.refresh
         due = epoch % refresh == 0 if refresh else epoch == 0
-        return {"lr": lr} | (self._label(first=epoch == 0) if self._is_target and due else {})
+        record = {"lr": lr} | (self._label(first=epoch == 0) if self._is_target and due else {})
+        if due and self._config.alignment == "pl":
+            self._average()
+        return record
 
     def _label(self, *, first: bool) -> dict[str, float]:
         embedding, probabilities = look(self._network, self._method.setting, self._images)
-        labels = t2pl(embedding, probabilities, self._config.t2pl).labels
-        return relabel(self._labels, labels, probabilities, first=first)
+        return relabel(self._labels, self._assign(embedding, probabilities), probabilities, first=first)
+
+    def _assign(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
+        """The labels of all images."""
+        if self._told is not None:
+            return self._told
+        kind = self._config.labelling
+        if kind == "softmax":
+            return probabilities.argmax(dim=1)
+        if kind == "shot":
+            return shot_labels(embedding, probabilities)
+        if kind == "bmd":
+            return bmd_labels(embedding, probabilities).labels
+        return t2pl(embedding, probabilities, self._config.t2pl).labels
+
+    def _average(self) -> None:
+        """Takes the prototypes of prototype learning anew, in their place: a captured step reads them there."""
+        memory = self._memory
+        images, labels, domains = self._images, self._labels, torch.full_like(self._labels, memory.seen)
+        if len(memory):
+            images, labels = torch.cat([images, memory.images]), torch.cat([labels, memory.labels])
+            domains = torch.cat([domains, memory.domains])
+        embedding, _ = look(self._network, self._method.setting, images)
+        means, there = domain_average(embedding, labels, domains, len(self._prototypes))
+        self._prototypes.copy_(means)
+        self._has_prototype.copy_(there)
 
     def step(self) -> dict[str, Tensor]:
         """One update on a batch and the RandMix copies of its confident images."""
@@ -235,11 +295,7 @@ class RaTPPhase(Phase):
 
         terms = {"ce": cross_entropy(output.logits, labels, valid)}
         if config.pca.weight:
-            old_prototypes = None if self._old is None else self._old.prototypes
-            alignment = prototype_contrastive(
-                output.embedding, labels, self._network.prototypes, old_prototypes, config.pca, valid
-            )
-            terms["pca"] = config.pca.weight * mean_over(alignment, valid)
+            terms["pca"] = config.pca.weight * mean_over(self._align(output.embedding, labels, valid), valid)
         if teacher is not None:
             terms["distill"] = config.distill.weight * self._distil(images, output, teacher, replayed, valid)
         if self._is_target and config.memory.replay == "separate" and len(self._memory):
@@ -247,6 +303,18 @@ class RaTPPhase(Phase):
         total = torch.stack(list(terms.values())).sum()
         self._optimiser.minimise(total)
         return {"total": total, **terms} | ({} if selected is None else {"confident": selected.float().mean()})
+
+    def _align(self, embedding: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
+        """The alignment loss of every sample."""
+        config, prototypes = self._config, self._network.prototypes
+        if config.alignment == "pl":
+            return prototype_learning(embedding, labels, self._prototypes, self._has_prototype, config.pca.scale)
+        if config.alignment == "scl":
+            return supervised_contrastive(embedding, labels, config.temperature, valid)
+        if config.alignment == "pcl":
+            return proxy_contrastive(embedding, labels, prototypes, config.pca.scale, valid)
+        old = None if self._old is None else self._old.prototypes
+        return prototype_contrastive(embedding, labels, prototypes, old, config.pca, valid)
 
     def _select(self, images: Tensor, replayed: Tensor) -> Tensor:
         """Which images of a target get a RandMix copy: the confident ones."""
@@ -264,6 +332,8 @@ class RaTPPhase(Phase):
         self, clean: Tensor, labels: Tensor, replayed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Images and their copies, the labels of all, which got a copy, and which of them count; None: all of them."""
+        if not self._config.augment:
+            return clean, labels, None, None
 
         def copy(rows: Tensor | None = None) -> Tensor:
             return self._method.randmix(clean, self._augmentation, rows)

@@ -7,6 +7,8 @@ a target fits it.
 * Target stage: at the start of every epoch each image gets the label of the nearest class centroid
   (:mod:`ratp.parts.shot_labels`). Loss β·CE + H̄ − H(p̄): each prediction certain, those of a batch diverse.
 * After a stage: exemplars go to the memory, with their last labels.
+* ``augment`` adds RandMix, as RaTP's ablation does: copies of all source images, and of target images the model is
+  confident about, learn by cross-entropy.
 
 Departures from the original:
 
@@ -26,19 +28,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ratp.config import switch
+from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import UnlabelledDomain
 from ratp.method import Phase
 from ratp.source_free import SHOT_RATES, SHOTPhase, SourceFreeConfig, SourceFreeMethod
 
 
 @dataclass(frozen=True)
-class SHOTConfig(SourceFreeConfig):
+class SHOTConfig(CopiesConfig, SourceFreeConfig):
     """Switches of SHOT. Defaults: the published ones for digits."""
 
     beta: float = switch(0.1, "β, weight of the cross-entropy with pseudo labels", minimum=0)
 
 
-class SHOT(SourceFreeMethod):
+class SHOT(CopyingMethod, SourceFreeMethod):
     """Pseudo labels by centroids and information maximisation, with a fixed classifier."""
 
     name = "shot"

@@ -58,7 +58,7 @@ class SNR(NetworkMethod):
 
     name = "snr"
     title = "SNR: style normalisation and restitution, trained as SHOT"
-    family = "domain generalisation"
+    family = "unified adaptation and generalisation"
     paper = "Jin et al., Style Normalization and Restitution for Domain Generalization and Adaptation, IEEE TMM 2021"
     needs = "source labels, memory, pseudo labels of targets"
     config_type = SNRConfig

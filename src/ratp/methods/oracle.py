@@ -1,0 +1,65 @@
+"""Oracle: cross-entropy with the true labels of every domain, source and targets, and replay of exemplars.
+
+It is told what no method may know, and every result of it says so. It bounds what labelling can give: what an oracle
+misses on a domain that is still to come, no pseudo label can make up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ratp.config import switch
+from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.errors import RatpError
+from ratp.method import Phase
+from ratp.parts.sgd import SGDConfig
+from ratp.training import NetworkMethod, SupervisedPhase
+
+
+@dataclass(frozen=True)
+class OracleConfig:
+    """Switches of the oracle."""
+
+    sgd: SGDConfig = switch(SGDConfig(), "optimiser")
+
+
+class Oracle(NetworkMethod):
+    """Learns every domain with its true labels."""
+
+    name = "oracle"
+    title = "Oracle: every domain with its true labels"
+    family = "control"
+    paper = "none"
+    config_type = OracleConfig
+    needs = "the labels of targets, memory"
+
+    @classmethod
+    def uses_target_labels(cls, config: Any) -> bool:
+        """It is told them."""
+        del config
+        return True
+
+    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """One phase of cross-entropy."""
+        return [self._learn(domain)]
+
+    def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
+        """Not without labels."""
+        raise RatpError(f"the oracle needs the labels of {domain.name!r}.")
+
+    def told_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """One phase of cross-entropy on the domain and the memory together."""
+        return [self._learn(domain)]
+
+    def _learn(self, domain: LabelledDomain) -> Phase:
+        return SupervisedPhase(
+            self.setting,
+            self.network,
+            domain,
+            self.config.sgd,
+            stage=self.stage,
+            memory=self.memory if self.stage else None,
+            finish=lambda told: self.remember(told.images, told.labels),
+        )

@@ -1,0 +1,136 @@
+"""The style module of "Learning to Diversify" (ICCV 2021), section 3.1: random autoencoders with a trained middle.
+
+A branch is a convolution, instance normalisation with a scale and a shift for every pixel, and a transposed
+convolution, each branch with its own kernel size; one more branch is a 1×1 convolution, which changes colours:
+
+    B_i(x) = tanh( dec_i( γ_i·IN(enc_i(x)) + β_i ) ),   B_0(x) = tanh( W x + b )
+
+Scales γ, shifts β and the level of a noise added to x are trained, convolutions never are. In use, convolutions and
+mixing weights w are drawn anew in every call, and colours drop out here and there: Σ w_i·B_i(x) / Σ w_i. For its own
+training the module has convolutions that stay, and the mean of the branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from ratp.errors import ConfigError
+from ratp.parts.randmix import (
+    CHANNELS,
+    COLOUR_DROPOUT,
+    PACKED_ON_CPU,
+    PACKED_ON_GPU,
+    SMALLEST_WEIGHT_SUM,
+    WIDE,
+    packed_convolution,
+)
+from ratp.parts.randmix_draw import Linear
+
+NOISE_UNIT = 0.01
+SPREAD = 0.1
+EPSILON = 1e-5
+
+
+class StyleModule(nn.Module):
+    """Changes the style of images.
+
+    Attributes:
+        noise_level: Of the noise added to images, in hundredths; 0 at first.
+        scales: γ, one a branch, shape (3, height − k + 1, width − k + 1), N(1, 0.1) at first.
+        shifts: β, likewise, N(0, 0.1) at first.
+        fixed: All numbers of the convolutions that stay.
+    """
+
+    fixed: Tensor
+    _bounds: Tensor
+
+    def __init__(self, image_size: tuple[int, int], kernel_sizes: Sequence[int] = (9, 13, 17, 5)) -> None:
+        """Makes a module with random numbers, drawn from torch's generator.
+
+        Args:
+            image_size: Height and width of the images.
+            kernel_sizes: k of each autoencoder.
+
+        Raises:
+            ConfigError: If the images are too small for a kernel.
+        """
+        super().__init__()
+        height, width = image_size
+        if min(image_size) <= max(kernel_sizes):
+            raise ConfigError(
+                f"images of {height}×{width} are too small for a style kernel of {max(kernel_sizes)}: "
+                f"set kernel_sizes to numbers below {min(image_size)}."
+            )
+        self.noise_level = nn.Parameter(torch.zeros(()))
+        shapes = [(CHANNELS, height - k + 1, width - k + 1) for k in kernel_sizes]
+        self.scales = nn.ParameterList(nn.Parameter(1 + SPREAD * torch.randn(shape)) for shape in shapes)
+        self.shifts = nn.ParameterList(nn.Parameter(SPREAD * torch.randn(shape)) for shape in shapes)
+        self._shapes: list[tuple[int, ...]] = []
+        bounds: list[Tensor] = []
+        for size in (1, *(k for k in kernel_sizes for _ in range(2))):
+            for shape in ((CHANNELS, CHANNELS, size, size), (CHANNELS,)):
+                self._shapes.append(shape)
+                bounds.append(torch.full((math.prod(shape),), 1 / math.sqrt(CHANNELS * size * size)))
+        self.register_buffer("_bounds", torch.cat(bounds), persistent=False)
+        self.register_buffer("fixed", (2 * torch.rand(len(self._bounds)) - 1) * self._bounds)
+
+    def restyle(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """New styles by convolutions and mixing weights drawn now; no gradient is recorded.
+
+        Args:
+            images: Normalised, shape (n, 3, height, width).
+            generator: Source of the random numbers.
+        """
+        device = generator.device
+        with torch.no_grad():
+            noise = torch.randn(images.shape, generator=generator, device=device)
+            numbers = torch.rand(len(self._bounds), generator=generator, device=device).mul(2).sub(1) * self._bounds
+            keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
+            weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
+            total = weights.sum()
+            shares = weights / torch.copysign(total.abs().clamp_min(SMALLEST_WEIGHT_SUM), total)
+            branches = self._branches(images, noise, numbers, keep / (1 - COLOUR_DROPOUT))
+            # Σ w_i·B_i(x) / Σ w_i
+            return torch.stack([share * branch for share, branch in zip(shares, branches, strict=True)]).sum(dim=0)
+
+    def estimate(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """New styles by the convolutions that stay: what the module learns by.
+
+        Args:
+            images: Normalised, shape (n, 3, height, width).
+            generator: Source of the noise.
+        """
+        noise = torch.randn(images.shape, generator=generator, device=generator.device)
+        return torch.stack(self._branches(images, noise, self.fixed, None)).mean(dim=0)
+
+    def _branches(self, images: Tensor, noise: Tensor, numbers: Tensor, keep: Tensor | None) -> list[Tensor]:
+        """B_i(x), colours first."""
+        inputs = images + NOISE_UNIT * self.noise_level * noise
+        colour, *layers = self._layers(numbers)
+        colours = F.conv2d(inputs, colour.weight, colour.bias)
+        results = [torch.tanh(colours if keep is None else colours * keep)]
+        for encoder, decoder, scale, shift in zip(layers[::2], layers[1::2], self.scales, self.shifts, strict=True):
+            hidden = _convolution(inputs, encoder)
+            variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
+            hidden = scale * ((hidden - mean) * (variance + EPSILON).rsqrt()) + shift
+            # A transposed convolution is the padded convolution with the flipped kernel.
+            flipped = Linear(decoder.weight.flip(2, 3).transpose(0, 1), decoder.bias)
+            results.append(torch.tanh(_convolution(hidden, flipped, padding=decoder.weight.shape[-1] - 1)))
+        return results
+
+    def _layers(self, numbers: Tensor) -> list[Linear]:
+        parts = torch.split(numbers, [math.prod(shape) for shape in self._shapes])
+        tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return [Linear(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def _convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
+    """A convolution between three channels, packed where it pays: see :func:`packed_convolution`."""
+    if inputs.is_cuda and inputs.shape[-1] < WIDE:
+        return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
+    return packed_convolution(inputs, layer, padding, PACKED_ON_GPU if inputs.is_cuda else PACKED_ON_CPU)

@@ -1,0 +1,105 @@
+"""Weak and strong views of images, as contrastive learning takes them, drawn for each image of a batch.
+
+A view is a transform of :mod:`ratp.parts.transforms`, whose colour jitter now hits some of the images only, then a
+shift by a few pixels, then a blur of some of the images. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ratp.config import switch
+from ratp.errors import ConfigError
+from ratp.parts.blur import blur
+from ratp.parts.transforms import NONE, Transform, TransformConfig, TransformDraw
+
+# Where a blur is cut off, in widths.
+REACH = 3
+
+
+@dataclass(frozen=True)
+class ViewConfig:
+    """Switches of a view; by default it shows images as they are."""
+
+    transform: TransformConfig = switch(NONE, "crop, flip, colours and greyscale")
+    jitter: float = switch(1.0, "probability that the colours change", minimum=0)
+    shift: int = switch(0, "images move by up to this many pixels each way, their edges go on", minimum=0)
+    blur: float = switch(0.0, "probability of a blur", minimum=0)
+    blur_min: float = switch(0.1, "smallest width σ of a blur, in pixels", minimum=0)
+    blur_max: float = switch(2.0, "largest width σ of a blur, in pixels", minimum=0, below=100)
+
+
+class View:
+    """Random views of images.
+
+    Args:
+        config: The switches.
+        size: Height and width of the views.
+
+    Raises:
+        ConfigError: With one sentence for every value out of range.
+    """
+
+    def __init__(self, config: ViewConfig, size: int) -> None:
+        problems = [
+            f"{name} must lie in [0, 1], got {value}."
+            for name, value in (("jitter", config.jitter), ("blur", config.blur))
+            if not 0 <= value <= 1
+        ]
+        if config.blur_min > config.blur_max:
+            problems.append(f"expected blur_min ≤ blur_max, got {config.blur_min} and {config.blur_max}.")
+        if problems:
+            raise ConfigError(problems)
+        self.config = config
+        self._transform = Transform(config.transform, size)
+        self._radius = math.ceil(REACH * config.blur_max)
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """A view of each image; no gradient is recorded.
+
+        Args:
+            images: (n, 3, height, width), uint8, or of any float type with values in [0, 1].
+            generator: Source of the random numbers, on the device of the images.
+
+        Returns:
+            (n, 3, size, size), float32, with values in [0, 1].
+        """
+        count, _, height, width = images.shape
+        draw = self._spare_some(self._transform.draw(count, height, width, generator), count, generator)
+        views = self._transform.apply(images, draw)
+        if self.config.shift:
+            views = shifted(views, self._draw_shifts(count, generator))
+        if self.config.blur:
+            views = blur(views, self._draw_widths(count, generator), self._radius).clamp_(0, 1)
+        return views
+
+    def _spare_some(self, draw: TransformDraw, count: int, generator: torch.Generator) -> TransformDraw:
+        """The same draw, but some images keep their colours."""
+        if draw.factors is None or self.config.jitter == 1:
+            return draw
+        hit = torch.rand(count, 1, generator=generator, device=generator.device) < self.config.jitter
+        neutral = [0.0 if operation == "hue" else 1.0 for operation in self._transform.operations]
+        return replace(draw, factors=torch.where(hit, draw.factors, draw.factors.new_tensor(neutral)))
+
+    def _draw_shifts(self, count: int, generator: torch.Generator) -> Tensor:
+        most = self.config.shift
+        return torch.randint(-most, most + 1, (count, 2), generator=generator, device=generator.device)
+
+    def _draw_widths(self, count: int, generator: torch.Generator) -> Tensor:
+        hit, width = torch.rand(2, count, generator=generator, device=generator.device)
+        sigmas = self.config.blur_min + (self.config.blur_max - self.config.blur_min) * width
+        return torch.where(hit < self.config.blur, sigmas, 0)
+
+
+def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Images moved down and right by whole pixels, shape (n, 2); the edge they leave behind goes on."""
+    count, channels, height, width = images.shape
+    down, right = shifts[:, :, None].unbind(dim=1)
+    rows = (torch.arange(height, device=images.device) - down).clamp(0, height - 1)
+    columns = (torch.arange(width, device=images.device) - right).clamp(0, width - 1)
+    moved = images.gather(2, rows[:, None, :, None].expand(count, channels, height, width))
+    return moved.gather(3, columns[:, None, None, :].expand(count, channels, height, width))

@@ -1,0 +1,123 @@
+"""Networks trained on a source are trained once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ratp.source_models as module
+from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
+from ratp.run import Run
+from ratp.source_models import SourceModels
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RATP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "source-models"
+
+
+def run(folder, method="source-only", **options):
+    changes, domains = options.pop("changes", {}), options.pop("domains", None)
+    Run(toy_plan(method, domains, changes=changes, **options), folder, reuse_source=True).execute()
+    return folder
+
+
+def steps_of(folder):
+    return next(event["steps"] for event in journal_of(folder, "stage_started") if event["stage"] == 0)
+
+
+def is_reused(folder):
+    record = next(event for event in journal_of(folder, "stage_finished") if event["stage"] == 0)
+    assert ("from_cache" in record["statistics"]) == (steps_of(folder) == 0)
+    return "from_cache" in record["statistics"]
+
+
+@pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata"])
+def test_the_second_run_takes_the_network_of_the_first_and_ends_with_the_same_bits(method, tmp_path):
+    first, second = run(tmp_path / "1", method), run(tmp_path / "2", method)
+    alone = tmp_path / "alone"
+    Run(toy_plan(method), alone).execute()
+    assert [is_reused(folder) for folder in (first, second, alone)] == [False, True, False]
+    assert same_tensors(tensors_of(first), tensors_of(second))
+    assert same_tensors(tensors_of(alone), tensors_of(second))
+    assert (first / "matrix.json").read_bytes() == (second / "matrix.json").read_bytes()
+
+
+def test_methods_with_the_same_beginning_share_it(tmp_path):
+    run(tmp_path / "1", "source-only")
+    assert is_reused(run(tmp_path / "2", "tent"))
+    assert not is_reused(run(tmp_path / "3", "shot"))  # smooths its labels
+    assert is_reused(run(tmp_path / "4", "bmd"))
+
+
+def test_whatever_it_depends_on_makes_another(tmp_path):
+    run(tmp_path / "1")
+    source, *targets = toy_domains()
+    other = replace(source, images=255 - source.images)
+    assert not is_reused(run(tmp_path / "seed", seed=7))
+    assert not is_reused(run(tmp_path / "recipe", changes={"lr": 0.02}))
+    assert not is_reused(run(tmp_path / "switch", changes={"sgd.momentum": 0.5}))
+    assert not is_reused(run(tmp_path / "images", domains=[other, *targets]))
+    assert is_reused(run(tmp_path / "targets", domains=[source, *reversed(targets)]))
+
+
+def test_other_code_makes_another(tmp_path, monkeypatch):
+    run(tmp_path / "1")
+    monkeypatch.setattr(module, "_code", lambda: "edited")
+    assert not is_reused(run(tmp_path / "2"))
+
+
+def test_it_is_not_done_unasked(tmp_path, cache):
+    Run(toy_plan("source-only"), tmp_path / "1").execute()
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "foreign"])
+def test_a_damaged_file_is_not_believed(damage, tmp_path, cache):
+    first = run(tmp_path / "1")
+    (file,) = cache.iterdir()
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "changed":
+        content[-5] ^= 1
+    else:
+        content = b"<html>"
+    file.write_bytes(bytes(content))
+    second = run(tmp_path / "2")
+    assert not is_reused(second)
+    assert same_tensors(tensors_of(first), tensors_of(second))
+    assert is_reused(run(tmp_path / "3"))  # written anew
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o500)
+    assert not is_reused(run(tmp_path / "1"))
+
+
+def test_the_oldest_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 2)
+    models = SourceModels(tmp_path / "kept", {})
+    for number in range(4):
+        models.keep({"number": number}, {"tensor": torch.full((3,), float(number))})
+        for age, file in enumerate(sorted((tmp_path / "kept").iterdir(), key=lambda f: f.stat().st_mtime_ns)):
+            os.utime(file, ns=(age, age))
+    assert [models.find({"number": n}) is not None for n in range(4)] == [False, False, True, True]
+
+
+def test_a_resumed_run_does_not_need_it(tmp_path, cache):
+    first = Run(toy_plan("tent"), tmp_path / "1", reuse_source=True).events()
+    for event in first:
+        if type(event).__name__ == "StageFinished":
+            break
+    first.close()
+    for file in cache.iterdir():
+        file.unlink()
+    run(tmp_path / "1", "tent")
+    assert same_tensors(tensors_of(tmp_path / "1"), tensors_of(run(tmp_path / "2", "tent")))
