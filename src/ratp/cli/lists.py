@@ -74,7 +74,7 @@ def _described(method: type[Method]) -> dict[str, Any]:
 
 @cache
 def _costs() -> dict[str, float]:
-    """Measured by ``make results``."""
+    """Measured by ``benchmarks/methods.py``."""
     text = resources.files("ratp.methods").joinpath("cost.json").read_text(encoding="utf-8")
     return dict(json.loads(text)["cost"])
 
