@@ -60,10 +60,15 @@ class RunRecord:
     def label(self) -> str:
         """Method, with its preset and switches where they are not the default ones; an oracle is called one."""
         preset = self.config["preset"]
-        extra = [ORACLE] if self.config.get("uses_target_labels") else []
+        extra = [ORACLE] if self.is_oracle else []
         extra += [preset] if preset != "official" else []
         extra += [f"{name}={value}" for name, value in self.config["changed"].items()]
         return f"{self.method} ({', '.join(extra)})" if extra else self.method
+
+    @property
+    def is_oracle(self) -> bool:
+        """Whether it was told the true labels of targets."""
+        return bool(self.config.get("uses_target_labels"))
 
     @property
     def seed(self) -> int:

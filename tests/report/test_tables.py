@@ -130,6 +130,17 @@ def test_an_unfinished_run_is_never_the_best(make_run):
     assert "1 of 3 stages" in row
 
 
+def test_who_was_told_the_labels_is_marked_and_never_the_best(make_run):
+    top = ((100.0, 100.0, 100.0),) * 3
+    told = make_run(top, method="oracle", uses_target_labels=True)
+    text = comparison_markdown([make_run(), make_run(FLAT, method="flat"), told])
+    row = line_of(text, "| oracle (knows target labels)")
+    assert "100.0" in row and "**" not in row
+    assert "**" in line_of(text, "| ratp")
+    assert "Told the labels of targets, a bound and never marked best: oracle (knows target labels)." in text
+    assert "**" not in comparison_markdown([make_run(), told])
+
+
 def test_csv_parses_back_to_the_same_numbers(make_run):
     run = make_run(((99.123456789, 60.1, 40.0), *GOLDEN[1:]), seed=7, probes={"photo": [(0.0, 40.0), (1.0, 80.0)]})
     rows = list(csv.DictReader(io.StringIO(csv_report([run]))))

@@ -123,7 +123,7 @@ def _rows(section: Section, columns: Sequence[Sequence[Spread]]) -> tuple[Row, .
 def _ranks(column: Sequence[Spread], parts: Sequence[Group]) -> list[int]:
     """Ranks by the number as shown: equal numbers share a rank, and where all are equal none has one."""
     shown = [
-        round(spread.mean, 1) if part.finished and spread.n else None
+        round(spread.mean, 1) if part.competes and spread.n else None
         for spread, part in zip(column, parts, strict=True)
     ]
     rivals = [value for value in shown if value is not None]

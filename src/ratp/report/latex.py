@@ -59,8 +59,8 @@ def _table(section: Section) -> str:
 def _caption(section: Section) -> str:
     order = r" $\rightarrow$ ".join(map(_escape, section.order))
     spread = " Mean $\\pm$ standard deviation over seeds." if section.several_seeds else ""
-    second = ", second best underlined" if sum(part.finished for part in section.parts) > 2 else ""
-    best = f" Best in bold{second}." if sum(part.finished for part in section.parts) > 1 else ""
+    second = ", second best underlined" if sum(part.competes for part in section.parts) > 2 else ""
+    best = f" Best in bold{second}." if sum(part.competes for part in section.parts) > 1 else ""
     notes = "".join(f" {_escape(note)}" for note in section.notes())
     return f"{_escape(section.stream)} ({order}): accuracy in percent.{spread}{best}{notes}"
 

@@ -78,6 +78,11 @@ class Group:
         """Whether the means are over complete runs."""
         return bool(self.counted) and all(run.matrix.complete for run in self.counted)
 
+    @property
+    def competes(self) -> bool:
+        """Whether it can be the best: finished, and not told what no method may know."""
+        return self.finished and not any(run.is_oracle for run in self.runs)
+
     def parts(self) -> list[Group]:
         """The lines of a table: the complete runs together, then each unfinished one alone."""
         complete = tuple(run for run in self.runs if run.matrix.complete)
@@ -168,6 +173,9 @@ class Section:
         if waiting:
             listed = "; ".join(f"{part.name} ({part.status})" for part in waiting)
             notes.append(f"Unfinished, shown as far as they have come, in no mean and never marked best: {listed}.")
+        told = [part.name for part in self.parts if part.finished and not part.competes]
+        if told:
+            notes.append(f"Told the labels of targets, a bound and never marked best: {'; '.join(told)}.")
         for group in self.groups:
             notes += _group_notes(group)
         made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}

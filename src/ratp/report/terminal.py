@@ -142,7 +142,7 @@ class _Printer:
 
     def notes(self) -> None:
         notes = ["Mean ± sample standard deviation over seeds."] if self.content.several_seeds else []
-        if sum(part.finished for part in self.content.parts) > 1:
+        if sum(part.competes for part in self.content.parts) > 1:
             notes.append("* marks the best of a column.")
         for note in [*notes, *self.content.notes()]:
             self.say(note, "dim")
