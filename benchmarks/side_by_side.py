@@ -22,9 +22,10 @@ from PIL import Image
 
 from ratp.environment import describe_environment
 from ratp.errors import RatpError
+from ratp.events import Event, Trained
 from ratp.files import write_json
 from ratp.plan import RunPlan, RunRequest, resolve
-from ratp.run import Event, Run, Trained
+from ratp.run import Run
 from ratp.side_by_side import run_all
 
 CLASSES = 10

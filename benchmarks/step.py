@@ -22,6 +22,7 @@ from ratp.method import Setting
 from ratp.methods.ratp import RaTP, RaTPConfig, RaTPPhase
 from ratp.network import NetworkConfig
 from ratp.parts.transforms import OBJECTS
+from ratp.precision import find_precision, use_precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe
 
@@ -52,7 +53,8 @@ def phase_on(stage: str, options: argparse.Namespace, device: torch.device) -> R
     images = torch.randint(256, shape, dtype=torch.uint8, generator=source, device=device)
     labels = torch.randint(len(classes), (options.images,), generator=source, device=device)
     recipe = recipe_for(options)
-    method = RaTP(Setting(recipe, classes, (options.size, options.size), Randomness(0), device), RaTPConfig())
+    setting = Setting(recipe, classes, (options.size, options.size), Randomness(0), device, precision=options.precision)
+    method = RaTP(setting, RaTPConfig())
     domain = LabelledDomain("random", images, labels, classes)
     if stage == "target":
         kept = slice(0, recipe.memory)
@@ -118,7 +120,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="images of the domain; default: 20,000, or fewer large ones")
     parser.add_argument("--steps", type=int, help="steps timed at once; default: 100, or 3 on a CPU")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try out its algorithms")
-    parser.add_argument("--tf32", action="store_true", help="matrix products in TF32 too; convolutions are anyway")
+    parser.add_argument("--precision", default="auto", help="as ratp run's; default: auto")
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -126,11 +128,12 @@ def main() -> None:
     options.images = options.images or min(20_000, (2**30 if on_gpu else 2**26) // (3 * options.size**2))
     options.steps = options.steps or (100 if on_gpu else 3)
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    if options.tf32:
-        torch.set_float32_matmul_precision("high")
+    options.precision = find_precision(options.precision, device)
+    use_precision(options.precision)
     numbers: dict[str, dict[str, dict[str, float]]] = {}
     print(
-        f"{options.backbone}, {options.size}×{options.size}, batch {options.batch}, {options.images} images, {device}"
+        f"{options.backbone}, {options.size}×{options.size}, batch {options.batch}, {options.images} images, "
+        f"{device}, {options.precision}"
     )
     print(f"{'stage':8} {'way':10} {'ms/step':>9} {'GiB':>6}")
     for stage in ("source", "target"):
@@ -140,7 +143,8 @@ def main() -> None:
             print(f"{stage:8} {way:10} {found['ms']:9.2f} {found.get('gib', float('nan')):6.2f}", flush=True)
     if options.out:
         asked = {name: value for name, value in vars(options).items() if name != "out"}
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": describe_environment(device)})
+        environment = describe_environment(device, options.precision)
+        write_json(options.out, {"numbers": numbers, "options": asked, "environment": environment})
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import torch
 from helpers import all_finite, same_tensors, tensors_of, toy_method, toy_plan
 from ratp.backbones import ChannelDropout
 from ratp.errors import ConfigError
+from ratp.events import StageFinished
 from ratp.method import train
 from ratp.network import NetworkConfig
-from ratp.run import Run, StageFinished
+from ratp.run import Run
 
 COPYING = pytest.mark.parametrize("method", ["shot", "pcl", "gsfda"])
 

@@ -40,13 +40,14 @@ from helpers import ratp as ratp_command
 from ratp import __version__
 from ratp.config import as_dict
 from ratp.domain import LabelledDomain
-from ratp.errors import ConfigError, RatpError, RunDirectoryError
+from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
+from ratp.events import Probed, StageFinished, StageStarted, Trained
 from ratp.inference import classify
 from ratp.methods import METHODS
 from ratp.online import SMALLEST_BATCH, classify_by_batch
 from ratp.randomness import Randomness
 from ratp.record import read_run
-from ratp.run import Probed, Run, StageFinished, StageStarted, Trained, TrainingError
+from ratp.run import Run
 from ratp.training import SupervisedPhase
 
 DOMAINS = ("ink", "mud", "fog")

@@ -20,9 +20,10 @@ import ratp.side_by_side as side_by_side
 from helpers import TINY, accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domains, toy_plan
 from ratp.device_copies import shared_copy, with_images_on
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
+from ratp.events import Probed, StageFinished, StageStarted, Trained
 from ratp.plan import RunRequest, resolve
 from ratp.record import RunRecord
-from ratp.run import Probed, Run, StageFinished, StageStarted, Trained
+from ratp.run import Run
 from ratp.side_by_side import auto, run_all
 from streams.own_images import images, put
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+import warnings
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import ratp.source_models as module
 from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
+from ratp.errors import TrainingError
 from ratp.run import Run
 from ratp.source_models import SourceModels
 
@@ -36,7 +42,7 @@ def is_reused(folder):
     return "from_cache" in record["statistics"]
 
 
-@pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata"])
+@pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata", "ratp"])
 def test_the_second_run_takes_the_network_of_the_first_and_ends_with_the_same_bits(method, tmp_path):
     first, second = run(tmp_path / "1", method), run(tmp_path / "2", method)
     alone = tmp_path / "alone"
@@ -63,6 +69,103 @@ def test_whatever_it_depends_on_makes_another(tmp_path):
     assert not is_reused(run(tmp_path / "switch", changes={"sgd.momentum": 0.5}))
     assert not is_reused(run(tmp_path / "images", domains=[other, *targets]))
     assert is_reused(run(tmp_path / "targets", domains=[source, *reversed(targets)]))
+
+
+def test_ratp_shares_what_targets_do_not_change(tmp_path):
+    run(tmp_path / "1", "ratp")
+    later = {"labelling": "softmax", "r_con": 0.3, "distill.weight": 1.0, "memory.replay": "none", "t2pl.rounds": 1}
+    for name, value in later.items():
+        alone = tmp_path / f"alone {name}"
+        Run(toy_plan("ratp", changes={name: value}), alone).execute()
+        shared = run(tmp_path / name, "ratp", changes={name: value})
+        assert is_reused(shared)
+        assert same_tensors(tensors_of(alone), tensors_of(shared))
+    for name, value in {"alignment": "scl", "augment": False, "randmix.tanh": False, "pca.weight": 0.5}.items():
+        assert not is_reused(run(tmp_path / name, "ratp", changes={name: value}))
+
+
+def runs_at_once(tmp_path, *methods):
+    return [Run(toy_plan(method), tmp_path / str(k), reuse_source=True) for k, method in enumerate(methods)]
+
+
+def until_trained(run):
+    """Brings a run into the middle of its first stage."""
+    events = run.events()
+    for event in events:
+        if type(event).__name__ == "Trained":
+            return events
+    raise AssertionError("it trained nothing")
+
+
+def in_a_thread(run, notes):
+    def work():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.execute()
+        notes.extend(str(warning.message) for warning in caught)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_run_waits_for_the_one_that_trains_the_same(tmp_path, cache):
+    first, second = runs_at_once(tmp_path, "source-only", "tent")
+    events, notes = until_trained(first), []
+    waiting = in_a_thread(second, notes)
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert not journal_of(tmp_path / "1", "stage_started")
+    for _ in events:
+        pass
+    waiting.join(60)
+    assert is_reused(tmp_path / "1")
+    assert notes == ["waiting for another run that trains the same source network"]
+    assert [file.suffix for file in cache.iterdir()] == [".safetensors"]
+
+
+@pytest.mark.parametrize("how", ["given up", "failed"])
+def test_nobody_waits_for_a_run_that_ended_early(how, tmp_path, monkeypatch):
+    first, second = runs_at_once(tmp_path, "source-only", "tent")
+    events = until_trained(first)
+    waiting = in_a_thread(second, [])
+    waiting.join(0.2)
+    if how == "given up":
+        events.close()
+    else:
+        monkeypatch.setattr(first, "_note_epoch", Mock(side_effect=TrainingError("a loss is no number")))
+        with pytest.raises(TrainingError) as kept:
+            list(events)
+        assert kept  # with its traceback, which leads to all there was
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert not is_reused(tmp_path / "1")
+
+
+def test_nobody_waits_for_a_process_that_was_killed(tmp_path, cache):
+    models = SourceModels(cache, {})
+    code = f"""
+import time
+from pathlib import Path
+from ratp.source_models import SourceModels
+SourceModels(Path({str(cache)!r}), {{}}).find({{}})
+print("held", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        process.kill()
+    assert models.find({}) is None
+    models.keep({}, {"tensor": torch.ones(2)})
+    assert models.find({}) is not None
+
+
+def test_runs_with_another_beginning_do_not_wait(tmp_path):
+    first, second = runs_at_once(tmp_path, "source-only", "shot")
+    events = until_trained(first)
+    second.execute()
+    events.close()
+    assert not is_reused(tmp_path / "1")
 
 
 def test_other_code_makes_another(tmp_path, monkeypatch):

@@ -19,6 +19,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from ratp.notes import Note
+
 # Steps before the recording: libraries set themselves up and choose their kernels in these.
 WARM_UP = 3
 # Steps of a graph, at most: what a replay costs the host, some ten kernels for its generators among it, is then little.
@@ -33,7 +35,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class CaptureWarning(RuntimeWarning):
+class CaptureWarning(Note):
     """Steps that were to be captured run one by one instead."""
 
 

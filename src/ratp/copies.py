@@ -18,7 +18,8 @@ from ratp.errors import ConfigError
 from ratp.method import Setting, pack, unpack
 from ratp.network import Network, Output
 from ratp.parts.batch_norm import only_rows, supports_row_masks
-from ratp.parts.randmix import RandMix, RandMixConfig
+from ratp.parts.randmix import RandMix, RandMixConfig, check_kernels
+from ratp.recipe import Scaling
 from ratp.training import NetworkMethod
 
 
@@ -35,26 +36,24 @@ def make_randmix(setting: Setting, config: CopiesConfig, network: Network) -> Ra
     """What makes the copies; None: nothing does.
 
     Raises:
-        ConfigError: With one sentence for everything that stands against it.
+        ConfigError: If the images are too small for its kernels, or the network's BatchNorm cannot leave images out.
     """
     if not config.augment:
         return None
-    problems = []
-    largest = max(config.randmix.kernel_sizes)
-    if largest > min(setting.image_size):
-        problems.append(
-            f"randmix.kernel_sizes: a kernel of {largest} does not fit into images of "
-            f"{'×'.join(map(str, setting.image_size))}; use smaller kernels or larger images."
-        )
+    check_kernels(config.randmix, setting.image_size)
     if not supports_row_masks(network):
-        problems.append(
+        raise ConfigError(
             f"augment: BatchNorm of {setting.recipe.network.backbone} cannot leave images out; "
             "set augment to false or network.backbone to dtn or a resnet."
         )
-    if problems:
-        raise ConfigError(problems)
     scaling = setting.scaling()
     return RandMix(config.randmix, scaling.mean, scaling.std, setting.generator("randmix layers"))
+
+
+def three_draws(randmix: RandMix, scaling: Scaling, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """What RandMix makes of uint8 images in three draws, for the report."""
+    inputs = scaling(images)
+    return {f"RandMix {i}": scaling.invert(randmix(inputs, generator)) for i in (1, 2, 3)}
 
 
 class Copies:
@@ -111,10 +110,7 @@ class CopyingMethod(NetworkMethod):
 
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Three RandMix draws of the images, where it is used."""
-        if self.randmix is None:
-            return {}
-        inputs = self.scaling(images)
-        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
+        return {} if self.randmix is None else three_draws(self.randmix, self.scaling, images, generator)
 
     def state(self) -> dict[str, Tensor]:
         """Network, memory, and RandMix's fixed layers where it is used."""

@@ -25,7 +25,8 @@ from ratp.parts.adam import Adam
 from ratp.parts.batch_norm import affine_parameters, by_batch
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.recipe import Scaling
-from ratp.training import Batches, NetworkMethod, SinglePass, SupervisedPhase
+from ratp.replay import Exemplars
+from ratp.training import NetworkMethod, SinglePass, SupervisedPhase
 
 # Fewest images whose statistics stand for a domain.
 SMALLEST_BATCH = 64
@@ -198,8 +199,7 @@ class AffineMethod(BatchStatistics):
     def __init__(self, setting: Setting, config: Any) -> None:
         super().__init__(setting, config)
         self._optimiser: Adam | StageSGD | None = None
-        self._replay: Batches | None = None
-        self._replayed = 0
+        self._exemplars = Exemplars(setting, 0, None)
 
     @property
     def keeps_exemplars(self) -> bool:
@@ -216,10 +216,7 @@ class AffineMethod(BatchStatistics):
             self._optimiser = StageSGD(parameters, config.rate, 1, sgd)
         if not parameters:
             self._optimiser = None
-        self._replayed = min(self.setting.recipe.batch, len(self.memory)) if self.keeps_exemplars else 0
-        self._replay = None
-        if self._replayed >= self.smallest:
-            self._replay = Batches(self.setting, "target", self.stage, self.memory.images, self.memory.labels)
+        self._exemplars = Exemplars(self.setting, self.stage, self.memory if self.keeps_exemplars else None)
 
     def by_batch(self, inputs: Tensor) -> Tensor:
         """Logits of normalised images, by their own statistics."""
@@ -230,7 +227,7 @@ class AffineMethod(BatchStatistics):
         """One step; the memory's cross-entropy is added, from a forward pass of its own."""
         if self._optimiser is None:
             return
-        if self._replay is not None:
-            batch = self._replay.draw(self._replayed)
-            loss = loss + F.cross_entropy(self.by_batch(batch.images), batch.labels)
+        exemplars = self._exemplars.draw()
+        if exemplars is not None:
+            loss = loss + F.cross_entropy(self.by_batch(exemplars.images), exemplars.labels)
         self._optimiser.minimise(loss)

@@ -127,13 +127,12 @@ class RunPlan:
         domains = self.spec.load(self.order, self.recipe.size, self.data)
         return make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
 
-    def build_method(self, stream: Stream, *, reuse_source: bool = False) -> Method:
+    def build_method(self, stream: Stream, models: SourceModels | None = None) -> Method:
         """The method, untrained.
 
         Args:
             stream: What it will be trained on.
-            reuse_source: Whether it may take a network trained on the source by an earlier run. Only our own methods
-                do, whose code is known to be the same.
+            models: What other runs have trained on the source, if it may take that.
         """
         setting = Setting(
             self.recipe,
@@ -143,11 +142,14 @@ class RunPlan:
             self.device,
             self.weights,
             self.precision,
-            self._source_models(stream) if reuse_source and self.method.__module__.startswith(OURS) else None,
+            models,
         )
         return self.method(setting, self.config)
 
-    def _source_models(self, stream: Stream) -> SourceModels:
+    def source_models(self, stream: Stream) -> SourceModels | None:
+        """What other runs have trained on the source. None for a method that is not ours: its code may differ."""
+        if not self.method.__module__.startswith(OURS):
+            return None
         about = {
             "seed": self.seed,
             "recipe": as_dict(self.recipe),

@@ -2,7 +2,7 @@
 
 ======  ==========================================================================================
 fp32    everything in single precision
-tf32    convolutions multiply with 10 bits of mantissa, PyTorch's own default on GPUs
+tf32    convolutions, and the bottleneck's wide layer with them, multiply with 10 bits of mantissa
 bf16    the feature extractor works in bfloat16; bottleneck, classifier, losses, labels and all
         statistics stay in single precision
 ======  ==========================================================================================

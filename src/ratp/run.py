@@ -13,7 +13,6 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -24,6 +23,7 @@ from ratp.domain import UnlabelledDomain
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy
+from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.files import (
     is_leftover,
     read_json,
@@ -44,61 +44,6 @@ from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
 _START_ANEW = "Remove the folder to start anew, or choose another with --out."
-
-
-@dataclass(frozen=True)
-class StageStarted:
-    """A stage begins.
-
-    Attributes:
-        stage: Its number, from 0.
-        domain: Name of its domain.
-        images: Number of training images.
-        steps: Updates it will take.
-    """
-
-    stage: int
-    domain: str
-    images: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One update was made, or a few in a row."""
-
-    stage: int
-    domain: str
-    tick: Tick
-
-
-@dataclass(frozen=True)
-class Probed:
-    """The new domain was measured within its stage.
-
-    Attributes:
-        progress: Share of the stage's updates done.
-        accuracy: Accuracy in percent by domain.
-    """
-
-    stage: int
-    domain: str
-    progress: float
-    accuracy: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class StageFinished:
-    """A stage ended and was saved."""
-
-    stage: int
-    domain: str
-    accuracy: Mapping[str, float]
-    statistics: Mapping[str, float]
-    seconds: float
-
-
-Event = StageStarted | Trained | Probed | StageFinished
 
 
 @final
@@ -136,7 +81,8 @@ class Run:
         if self._is_told and None in self.stream.answers:
             bare = [domain.name for domain in self._unlabelled()]
             raise ConfigError(f"{plan.method.name} needs the labels of all targets; {', '.join(bare)} has none.")
-        self.method: Method = plan.build_method(self.stream, reuse_source=reuse_source)
+        self._models = plan.source_models(self.stream) if reuse_source else None
+        self.method: Method = plan.build_method(self.stream, self._models)
         self.config = plan.to_json(self.stream)
         self.matrix = Matrix(self.stream.order)
 
@@ -179,9 +125,13 @@ class Run:
         with exclusive(self.folder):
             self._check_folder()  # once more: another run may have been quicker
             use_precision(self.plan.precision)
-            self._open()
-            for stage in range(self.matrix.stages, len(self.stream.order)):
-                yield from self._stage(stage)
+            try:
+                self._open()
+                for stage in range(self.matrix.stages, len(self.stream.order)):
+                    yield from self._stage(stage)
+            finally:
+                if self._models:
+                    self._models.release()
             self._write_predictions()
             if not (self.folder / "weights.safetensors").exists():
                 state = self.method.state()
@@ -220,7 +170,7 @@ class Run:
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage left it."""
-        self.method = self.plan.build_method(self.stream, reuse_source=self.reuse_source)
+        self.method = self.plan.build_method(self.stream, self._models)
         self.matrix = Matrix(self.stream.order)
         remove_leftovers(self.folder)
         state_file = self.folder / "state.safetensors"

@@ -25,9 +25,11 @@ import torch
 
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
+from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.method import Tick
+from ratp.notes import print_plainly
 from ratp.plan import RunPlan, RunRequest, resolve
-from ratp.run import Event, Probed, Run, StageFinished, StageStarted, Trained
+from ratp.run import Run
 from ratp.stream import DataOptions
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -228,6 +230,7 @@ def serve(channel: int) -> None:
     """Makes runs as asked for over a socket, until it is closed at the other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process decides
     torch.set_num_threads(1)
+    print_plainly()
     inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     nobody = threading.Event()
     with socket.socket(fileno=channel) as connection, suppress(BrokenPipeError, ConnectionResetError):

@@ -19,8 +19,9 @@ import torch.nn.functional as F  # noqa: N812
 from ratp.backbones import TIMM
 from ratp.capture import RECORDING, recording_on
 from ratp.errors import ConfigError, RatpError
+from ratp.events import Event
 from ratp.record import RunRecord
-from ratp.run import Event, Run
+from ratp.run import Run
 from ratp.run_process import OtherPlanError, RunProcess, unexpected
 
 # Torch has 32 streams a device, and a run needs two.

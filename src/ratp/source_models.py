@@ -1,14 +1,17 @@
-"""Networks trained on a source, kept on disk: methods that begin with the same training share it.
+"""Networks trained on a source, kept on disk: runs that begin with the same training share it.
 
 What is kept is found again only by a run that would compute the same: same images, sizes, switches, seed, starting
-weights, device and libraries, and the same code of this package, to the letter. A file that is missing, damaged or not
-ours is no reason to stop: the network is then trained.
+weights, device and libraries, and the same code of this package, to the letter. A run that comes while another trains
+the network waits for it. A file that is missing, damaged or not ours is no reason to stop: the network is then trained.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -16,13 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ratp.errors import RunDirectoryError
 from ratp.files import read_tensors, write_tensors
+from ratp.notes import Note
 
 # Networks kept; the one that was used least recently goes first.
 MOST = 40
+
+
+class WaitingWarning(Note):
+    """A run waits for another that trains the network both begin with."""
 
 
 class SourceModels:
@@ -37,17 +45,16 @@ class SourceModels:
         self._folder = folder
         self._about = {**about, "torch": torch.__version__, "threads": torch.get_num_threads(), "code": _code()}
 
+        self._held: tuple[int, Path] | None = None  # an open file that is locked
+
     def find(self, key: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The tensors kept under ``key``; None: there are none."""
+        """The tensors kept under ``key``; None: there are none, and the others wait until this run keeps them."""
         path = self._path(key)
-        try:
-            tensors, about = read_tensors(path)
-        except RunDirectoryError:
-            return None
-        if about.get("key") != path.stem or about.get("hash") != _hash_of(tensors):
-            return None
-        with suppress(OSError):
-            path.touch()
+        tensors = _read(path)
+        if tensors is None and self._hold(path):
+            tensors = _read(path)  # another run may have trained them meanwhile
+            if tensors is not None:
+                self.release()
         return tensors
 
     def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -59,10 +66,83 @@ class SourceModels:
             kept = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
             for file in kept[:-MOST]:
                 file.unlink()
+        self.release()
+
+    def release(self) -> None:
+        """Lets the others go on, whether something was kept or not."""
+        if self._held is not None:
+            handle, lock = self._held
+            self._held = None
+            lock.unlink(missing_ok=True)  # who waits for it has it open
+            os.close(handle)
+
+    def _hold(self, path: Path) -> bool:
+        """Makes others wait who look for the same, after waiting for one who did so; False: that is not possible."""
+        self.release()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = path.with_suffix(".lock")
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError:
+            return False
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                warnings.warn("waiting for another run that trains the same source network", WaitingWarning, 2)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except BaseException as error:
+            os.close(handle)
+            if isinstance(error, OSError):  # a file system without locks
+                return False
+            raise
+        self._held = handle, lock
+        return True
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps([self._about, key], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+
+
+class SharedTraining:
+    """The training of a network on a source, which another run may have done already.
+
+    Args:
+        models: What other runs have trained; None: nothing is shared.
+        key: What the result depends on, beside what ``models`` knows.
+        network: What is to be trained.
+    """
+
+    def __init__(self, models: SourceModels | None, key: Mapping[str, Any], network: nn.Module) -> None:
+        self._models, self._key, self._network = models, key, network
+        self._found = models.find(key) if models else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to train."""
+        return self._found is not None
+
+    def finish(self) -> dict[str, float]:
+        """Ends the training: the network is the trained one now, and others can take it. Returns what to record."""
+        if self._found is not None:
+            self._network.load_state_dict(self._found)
+            return {"from_cache": 1.0}
+        if self._models:
+            self._models.keep(self._key, self._network.state_dict())
+        return {}
+
+
+def _read(path: Path) -> dict[str, Tensor] | None:
+    """What was kept in a file; None if it is not there, or not as it was written."""
+    try:
+        tensors, about = read_tensors(path)
+    except RunDirectoryError:
+        return None
+    if about.get("key") != path.stem or about.get("hash") != _hash_of(tensors):
+        return None
+    with suppress(OSError):
+        path.touch()
+    return tensors
 
 
 def _hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -25,6 +25,7 @@ from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
 from ratp.parts.herding import Selection
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
+from ratp.source_models import SharedTraining
 
 
 class Batch(NamedTuple):
@@ -142,10 +143,9 @@ class SupervisedPhase(Phase):
         self.generators = (*self._batches.generators, self._dropout, *generators)
         trained = [(list(network.parameters()), 1.0)] if groups is None else [(list(g), f) for g, f in groups]
         self._optimiser = StageSGD(trained, recipe.lr, recipe.epochs, sgd, recipe.steps)
-        self._models = setting.models if stage == 0 and forward is None else None
-        self._key = self._describe(sgd, trained)
-        self._found = self._models.find(self._key) if self._models else None
-        if self._found is not None:
+        models = setting.models if stage == 0 and forward is None else None
+        self._shared = SharedTraining(models, self._describe(sgd, trained), network)
+        if self._shared.is_done:
             self.epochs = 0
 
     def _describe(self, sgd: SGDConfig, trained: Sequence[tuple[Sequence[Tensor], float]]) -> dict[str, Any]:
@@ -178,13 +178,7 @@ class SupervisedPhase(Phase):
 
     def finish(self) -> dict[str, float]:
         """Whatever the method does with the trained network, be it this phase's work or an earlier run's."""
-        record: dict[str, float] = {}
-        if self._found is not None:
-            self._network.load_state_dict(self._found)
-            record["from_cache"] = 1.0
-        elif self._models:
-            self._models.keep(self._key, self._network.state_dict())
-        return record | (self._finish(self._domain) if self._finish else {})
+        return self._shared.finish() | (self._finish(self._domain) if self._finish else {})
 
 
 class SinglePass(Phase):

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY, accuracy_of, same_tensors, toy_domain, toy_method, toy_plan
+from ratp.events import StageStarted, Trained
 from ratp.network import Network
 from ratp.parts.sgd import lr_multiplier
 from ratp.randomness import Randomness
-from ratp.run import Run, StageStarted, Trained
+from ratp.run import Run
 
 
 def built(**changes):

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratp.parts.randmix import RandMix, RandMixConfig, packed_convolution
+from ratp.parts.randmix import RandMix, RandMixConfig
 from ratp.parts.randmix_draw import Linear
+from ratp.parts.random_convolutions import packed_convolution
 from ratp_reference import randmix as reference
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])

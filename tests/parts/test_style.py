@@ -50,7 +50,7 @@ def test_only_scales_shifts_and_noise_are_trained(style):
 def test_estimation_is_the_mean_of_its_branches_by_torchs_own_layers(style):
     x = images()
     count = len(style.scales)
-    numbers = iter(style._layers(style.fixed))
+    numbers = iter(style._layers.split(style.fixed))
     colour = next(numbers)
     branches = [torch.tanh(F.conv2d(x, colour.weight, colour.bias))]
     for i in range(count):
@@ -62,7 +62,7 @@ def test_estimation_is_the_mean_of_its_branches_by_torchs_own_layers(style):
 
 
 def test_convolutions_are_within_torchs_bounds(style):
-    for layer in style._layers(style.fixed):
+    for layer in style._layers.split(style.fixed):
         bound = (3 * layer.weight.shape[-1] ** 2) ** -0.5
         assert layer.weight.abs().max() <= bound and layer.bias.abs().max() <= bound
         assert layer.weight.abs().max() > 0.7 * bound

@@ -14,8 +14,9 @@ from own_images import OPTIONS, images, put, run_folders, worked
 
 from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tensors, tensors_of, toy_domains
 from ratp.domain import UnlabelledDomain
+from ratp.events import StageStarted
 from ratp.plan import RunRequest, resolve
-from ratp.run import Run, StageStarted
+from ratp.run import Run
 from ratp.stream import make_stream
 
 WILD = ["wild", "sea"]

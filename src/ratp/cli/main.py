@@ -13,6 +13,7 @@ from ratp.cli import data, doctor, lists, reports, runs, weights
 from ratp.cli.console import stderr
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError, RatpError
+from ratp.notes import print_plainly
 from ratp.version import __version__
 
 app = typer.Typer(
@@ -52,6 +53,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where × and ✓ do not exist
+    print_plainly()
     try:
         app(spread_targets(sys.argv[1:]) or ["--help"], prog_name="ratp")
     except RatpError as error:

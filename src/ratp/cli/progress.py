@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ratp.errors import RatpError
+from ratp.events import Event, StageFinished, StageStarted, Trained
 from ratp.method import Tick
 from ratp.record import RunRecord
-from ratp.run import Event, Run, StageFinished, StageStarted, Trained
+from ratp.run import Run
 from ratp.side_by_side import run_all
 
 # Reading a loss makes a GPU wait, so the display does it only this often.

@@ -56,7 +56,11 @@ def _export(records: list[RunRecord], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot make {folder}: {error.strerror}.") from error
-    names = [safe_name(f"{record.config['stream']}-{record.method}-{record.seed}") for record in records]
+    names = [f"{record.config['stream']}-{record.method}-{record.seed}" for record in records]
+    orders = ["-".join(record.matrix.domains) for record in records]
+    if len(set(zip(names, orders, strict=True))) > len(set(names)):
+        names = [f"{name}-{order}" for name, order in zip(names, orders, strict=True)]
+    names = [safe_name(name) for name in names]
     for number, (record, name) in enumerate(zip(records, names, strict=True)):
         repeated = names[:number].count(name)
         record.export(folder / (f"{name}-{repeated + 1}.json" if repeated else f"{name}.json"))

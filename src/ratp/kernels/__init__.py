@@ -13,11 +13,13 @@ from functools import cache
 
 import torch
 
+from ratp.notes import Note
+
 _OLDEST = (8, 0)
 _allowed = True
 
 
-class KernelWarning(RuntimeWarning):
+class KernelWarning(Note):
     """Plain functions do what kernels were to do."""
 
 

@@ -34,6 +34,23 @@ def _rows_and_columns(program, columns, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
+def _keep_part(parts, part, first, second, columns, c, in_c):
+    """Writes the two sums of one part to their places: all first sums, then all second ones."""
+    tl.store(parts + part * columns + c, tl.sum(first, 0), mask=in_c)
+    tl.store(parts + (tl.num_programs(0) + part) * columns + c, tl.sum(second, 0), mask=in_c)
+
+
+@triton.jit
+def _totals(parts, number, columns, c, in_c, MOST: tl.constexpr):
+    """Both sums over all parts."""
+    part = tl.arange(0, MOST)
+    at = part[:, None] * columns + c[None, :]
+    there = (part < number)[:, None] & in_c[None, :]
+    first = tl.sum(tl.load(parts + at, mask=there, other=0.0), 0)
+    return first, tl.sum(tl.load(parts + number * columns + at, mask=there, other=0.0), 0)
+
+
+@triton.jit
 def _sum_kernel(
     x, mask, pivot, offset, parts, rows, columns, space, per_part,
     MASKED: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -57,8 +74,7 @@ def _sum_kernel(
         value = tl.where(counts[:, None], value, 0.0)
         first += value
         second += value * value
-    tl.store(parts + part * columns + c, tl.sum(first, 0), mask=in_c)
-    tl.store(parts + (tl.num_programs(0) + part) * columns + c, tl.sum(second, 0), mask=in_c)
+    _keep_part(parts, part, first, second, columns, c, in_c)
 
 
 @triton.jit
@@ -69,11 +85,7 @@ def _statistics_kernel(
     """μ and 1/σ from the sums of all parts; moves the running statistics."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     in_c = c < columns
-    part = tl.arange(0, MOST)
-    at = part[:, None] * columns + c[None, :]
-    there = (part < number)[:, None] & in_c[None, :]
-    first = tl.sum(tl.load(parts + at, mask=there, other=0.0), 0)
-    second = tl.sum(tl.load(parts + number * columns + at, mask=there, other=0.0), 0)
+    first, second = _totals(parts, number, columns, c, in_c, MOST)
     usual_mean = tl.load(running_mean + c, mask=in_c, other=0.0)
     usual_var = tl.load(running_var + c, mask=in_c, other=1.0)
     m = total
@@ -152,8 +164,7 @@ def _gradient_sum_kernel(
         _, dz = _gradient_behind(dy, y, keep, at, r, c, columns, space, inside, KEEP, RELU)
         first += dz
         second += dz * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mu[None, :])
-    tl.store(parts + part * columns + c, tl.sum(first, 0), mask=in_c)
-    tl.store(parts + (tl.num_programs(0) + part) * columns + c, tl.sum(second, 0), mask=in_c)
+    _keep_part(parts, part, first, second, columns, c, in_c)
 
 
 @triton.jit
@@ -164,11 +175,7 @@ def _gradient_statistics_kernel(
     """The gradients of γ and β from the sums of all parts, and what dx needs: Σdz/m and Σdz·(x − μ)/(σ²·m)."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     in_c = c < columns
-    part = tl.arange(0, MOST)
-    at = part[:, None] * columns + c[None, :]
-    there = (part < number)[:, None] & in_c[None, :]
-    first = tl.sum(tl.load(parts + at, mask=there, other=0.0), 0)
-    second = tl.sum(tl.load(parts + number * columns + at, mask=there, other=0.0), 0)
+    first, second = _totals(parts, number, columns, c, in_c, MOST)
     inverse = tl.load(invstd + c, mask=in_c, other=0.0)
     m = total
     if MASKED:

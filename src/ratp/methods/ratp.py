@@ -28,9 +28,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.capture import at_once
-from ratp.config import switch
+from ratp.config import as_dict, switch
+from ratp.copies import three_draws
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import ConfigError, RatpError
+from ratp.errors import RatpError
 from ratp.inference import classify
 from ratp.memory import Memory
 from ratp.method import Method, Phase, Setting, pack, unpack
@@ -43,15 +44,18 @@ from ratp.parts.losses import cross_entropy, mean_over
 from ratp.parts.pca import PCAConfig, prototype_contrastive
 from ratp.parts.pcl import proxy_contrastive
 from ratp.parts.prototypes import domain_average, prototype_learning
-from ratp.parts.randmix import RandMix, RandMixConfig
+from ratp.parts.randmix import RandMix, RandMixConfig, check_kernels
 from ratp.parts.scl import supervised_contrastive
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.shot_labels import shot_labels
 from ratp.parts.t2pl import T2PLConfig, t2pl
+from ratp.source_models import SharedTraining
 from ratp.training import Batches, look, relabel, remember
 
 Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
+# Switches that the network does not depend on until the first target.
+TARGETS_ONLY = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,7 @@ class RaTP(Method):
     }
 
     def __init__(self, setting: Setting, config: RaTPConfig) -> None:
-        largest = max(config.randmix.kernel_sizes)
-        if largest > min(setting.image_size):
-            raise ConfigError(
-                f"randmix.kernel_sizes: a kernel of {largest} does not fit into images of "
-                f"{'×'.join(map(str, setting.image_size))}; use smaller kernels or larger images."
-            )
+        check_kernels(config.randmix, setting.image_size)
         self.setting = setting
         self.config = config
         self.scaling = setting.scaling()
@@ -184,8 +183,7 @@ class RaTP(Method):
 
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Three RandMix draws of the images."""
-        inputs = self.scaling(images)
-        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
+        return three_draws(self.randmix, self.scaling, images, generator)
 
     def state(self) -> dict[str, Tensor]:
         """Network, old network, memory and RandMix's fixed layers."""
@@ -242,6 +240,14 @@ class RaTPPhase(Phase):
         can_leave_out = not self._is_target or supports_row_masks(self._network)
         self._static = self.captures = setting.device.type == "cuda" and can_leave_out
         self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd)
+        self._shared = SharedTraining(None if self._is_target else setting.models, self._describe(), self._network)
+        if self._shared.is_done:
+            self.epochs = 0
+
+    def _describe(self) -> dict[str, Any]:
+        """What the network trained on the source depends on, beside recipe, seed and source."""
+        switches = {n: value for n, value in as_dict(self._config).items() if n.split(".")[0] not in TARGETS_ONLY}
+        return {"kind": type(self).__qualname__, "images": len(self._images), "switches": switches}
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; refreshes the pseudo labels when they are due."""
@@ -402,9 +408,9 @@ class RaTPPhase(Phase):
 
     def finish(self) -> dict[str, float]:
         """Chooses exemplars and makes the trained model the old one."""
-        record = {}
+        record = self._shared.finish()
         if self._is_target and self._config.memory.labels == "final":
-            record = {f"final_{name}": value for name, value in self._label(first=False).items()}
+            record |= {f"final_{name}": value for name, value in self._label(first=False).items()}
         record |= remember(
             self._method.setting,
             self._memory,

@@ -29,7 +29,4 @@ class CosineSGD(StageSGD):
 
     def begin_step(self, done: int, steps: int) -> float:
         """Sets and returns the rate of the next step, when ``done`` of ``steps`` are made."""
-        self._lr = self._initial_lr * cosine_multiplier(done, steps)
-        if self._rate is not None:
-            self._rate.fill_(self._lr)
-        return self._lr
+        return self.set_rate(self._initial_lr * cosine_multiplier(done, steps))

@@ -15,9 +15,7 @@ A mixing weight may be negative, so a third of the batches come out with inverte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,19 +24,17 @@ from torch import Tensor
 
 from ratp import kernels
 from ratp.config import switch
+from ratp.errors import ConfigError
 from ratp.parts.randmix_draw import Branch, Draw, Linear
+from ratp.parts.random_convolutions import CHANNELS, Layers, convolution, transposed_convolution
 
 if TYPE_CHECKING:
     from ratp.kernels.randmix import Mixture
 
-CHANNELS = 3
 NOISE_DIM = 10
 COLOUR_DROPOUT = 0.2
 # |Σw| below this is taken as this, with its sign. Such a batch is saturated by σ either way.
 SMALLEST_WEIGHT_SUM = 1e-3
-# Pixels convolved at a time; on a GPU only where images are so wide that it pays.
-PACKED_ON_CPU, PACKED_ON_GPU = 4, 8
-WIDE = 64
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,20 @@ class RandMixConfig:
     safe_division: bool = switch(True, "keep Σw away from zero; off: divide as printed")
 
 
+def check_kernels(config: RandMixConfig, image_size: tuple[int, int]) -> None:
+    """Checks that the kernels fit into images.
+
+    Raises:
+        ConfigError: If one does not.
+    """
+    largest = max(config.kernel_sizes)
+    if largest > min(image_size):
+        raise ConfigError(
+            f"randmix.kernel_sizes: a kernel of {largest} does not fit into images of "
+            f"{'×'.join(map(str, image_size))}; use smaller kernels or larger images."
+        )
+
+
 class RandMix:
     """RandMix for images normalised with ``mean`` and ``std``.
 
@@ -76,7 +86,7 @@ class RandMix:
         self.config = config
         self._mean = mean.reshape(1, CHANNELS, 1, 1)
         self._std = std.reshape(1, CHANNELS, 1, 1)
-        self._layers = _Layers([1] * config.colour_branch + [k for k in config.kernel_sizes for _ in range(2)])
+        self._layers = Layers([1] * config.colour_branch + [k for k in config.kernel_sizes for _ in range(2)])
         self._adain = self._draw_adain(generator)
 
     def __call__(self, images: Tensor, generator: torch.Generator, rows: Tensor | None = None) -> Tensor:
@@ -154,13 +164,13 @@ class RandMix:
         )
 
     def _autoencode(self, inputs: Tensor, branch: Branch) -> Tensor:
-        hidden = _convolution(inputs, branch.encoder)
+        hidden = convolution(inputs, branch.encoder)
         variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
         normalised = (hidden - mean) * (variance + 1e-5).rsqrt()
         scale, shift = F.linear(branch.noise, branch.adain.weight, branch.adain.bias)[:, :, None, None].chunk(2, dim=1)
         if self.config.adain == "residual":
             scale = 1 + scale
-        return _transposed_convolution(scale * normalised + shift, branch.decoder)
+        return transposed_convolution(scale * normalised + shift, branch.decoder)
 
     def _draw_adain(self, generator: torch.Generator) -> tuple[Linear, ...]:
         """AdaIN's linear layers, one a branch."""
@@ -180,79 +190,6 @@ class RandMix:
         self._adain = tuple(
             Linear(state[f"{i}.weight"].to(device), state[f"{i}.bias"].to(device)) for i in range(len(self._adain))
         )
-
-
-class _Layers:
-    """Random convolutions of given kernel sizes, all drawn at once: one call instead of one for each tensor."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._shapes: list[tuple[int, ...]] = []
-        self._bounds: list[float] = []
-        for size in sizes:
-            self._shapes += [(CHANNELS, CHANNELS, size, size), (CHANNELS,)]
-            self._bounds += [1 / math.sqrt(CHANNELS * size * size)] * 2
-        self._counts = [math.prod(shape) for shape in self._shapes]
-        self._bounds_on: dict[torch.device, Tensor] = {}
-
-    def draw(self, init: Literal["uniform", "normal"], generator: torch.Generator) -> list[Linear]:
-        """Weights and biases: uniform within ±bound, or normal with that bound as deviation."""
-        device = generator.device
-        if device not in self._bounds_on:
-            bounds = torch.tensor(self._bounds).repeat_interleave(torch.tensor(self._counts))
-            self._bounds_on[device] = bounds.to(device)
-        bound = self._bounds_on[device]
-        if init == "normal":
-            numbers = torch.randn(len(bound), generator=generator, device=device) * bound
-        else:
-            numbers = torch.rand(len(bound), generator=generator, device=device).mul_(2).sub_(1) * bound
-        tensors = [
-            part.view(shape) for part, shape in zip(torch.split(numbers, self._counts), self._shapes, strict=True)
-        ]
-        return [Linear(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-
-
-def _transposed_convolution(hidden: Tensor, layer: Linear) -> Tensor:
-    """A transposed convolution as the padded convolution with the flipped kernel: on CPUs five times faster."""
-    padding = layer.weight.shape[-1] - 1
-    return _convolution(hidden, Linear(layer.weight.flip(2, 3).transpose(0, 1), layer.bias), padding)
-
-
-def _convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
-    """A convolution between three channels, which suit neither vector units nor tensor cores: more are packed."""
-    if not inputs.is_cuda:
-        return packed_convolution(inputs, layer, padding, PACKED_ON_CPU)
-    if inputs.shape[-1] >= WIDE:
-        return packed_convolution(inputs, layer, padding, PACKED_ON_GPU)
-    return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
-
-
-def packed_convolution(inputs: Tensor, layer: Linear, padding: int, block: int) -> Tensor:
-    """The same convolution between ``block`` times as many channels: pixels side by side become channels.
-
-    Output pixel block·X + q takes input pixel block·(X + J) + i with the kernel's column block·J + i − q, or with
-    zero where the kernel has no such column.
-    """
-    count, channels, height, width = inputs.shape
-    outputs, _, _, size = layer.weight.shape
-    across = width + 2 * padding - size + 1
-    blocks, spanned = -(-across // block), -(-(size - 1 + block) // block)
-    wide = (blocks + spanned - 1) * block
-    packed = F.pad(inputs, (padding, wide - width - padding)).view(count, channels, height, -1, block)
-    packed = packed.permute(0, 1, 4, 2, 3).reshape(count, channels * block, height, -1)
-    kernel = F.pad(layer.weight, (0, 1))[:, :, :, _columns(block, spanned, size, inputs.device)]
-    # from (out, in, row, q, i, J)
-    kernel = kernel.permute(0, 3, 1, 4, 2, 5).reshape(outputs * block, channels * block, size, spanned)
-    result = F.conv2d(packed, kernel, layer.bias.repeat_interleave(block), padding=(padding, 0))
-    result = result.view(count, outputs, block, -1, blocks).permute(0, 1, 3, 4, 2)
-    return result.reshape(count, outputs, -1, blocks * block)[..., :across]
-
-
-@cache
-def _columns(block: int, spanned: int, size: int, device: torch.device) -> Tensor:
-    """The kernel's column for each q, i and J of a packed convolution; ``size`` where there is none."""
-    q, i, j = torch.meshgrid(*(torch.arange(n) for n in (block, block, spanned)), indexing="ij")
-    column = block * j + i - q
-    return column.where((column >= 0) & (column < size), size).to(device)  # complete, whichever stream asks for it
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -80,10 +80,14 @@ class StageSGD:
 
     def begin_epoch(self, epoch: int) -> float:
         """Sets and returns the learning rate of ``epoch``."""
-        self._lr = self._initial_lr * lr_multiplier(self._config.schedule, epoch, self._epochs)
+        return self.set_rate(self._initial_lr * lr_multiplier(self._config.schedule, epoch, self._epochs))
+
+    def set_rate(self, lr: float) -> float:
+        """Sets and returns the learning rate; one that follows every step sets itself."""
+        self._lr = lr
         if self._rate is not None and not self._per_step:
-            self._rate.fill_(self._lr)
-        return self._lr
+            self._rate.fill_(lr)
+        return lr
 
     def minimise(self, loss: Tensor) -> None:
         """One update of the parameters the loss depends on."""

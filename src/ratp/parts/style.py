@@ -12,7 +12,6 @@ training the module has convolutions that stay, and the mean of the branches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,16 +19,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.errors import ConfigError
-from ratp.parts.randmix import (
-    CHANNELS,
-    COLOUR_DROPOUT,
-    PACKED_ON_CPU,
-    PACKED_ON_GPU,
-    SMALLEST_WEIGHT_SUM,
-    WIDE,
-    packed_convolution,
-)
+from ratp.parts.randmix import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
 from ratp.parts.randmix_draw import Linear
+from ratp.parts.random_convolutions import CHANNELS, Layers, convolution, transposed_convolution
 
 NOISE_UNIT = 0.01
 SPREAD = 0.1
@@ -47,7 +39,6 @@ class StyleModule(nn.Module):
     """
 
     fixed: Tensor
-    _bounds: Tensor
 
     def __init__(self, image_size: tuple[int, int], kernel_sizes: Sequence[int] = (9, 13, 17, 5)) -> None:
         """Makes a module with random numbers, drawn from torch's generator.
@@ -70,14 +61,8 @@ class StyleModule(nn.Module):
         shapes = [(CHANNELS, height - k + 1, width - k + 1) for k in kernel_sizes]
         self.scales = nn.ParameterList(nn.Parameter(1 + SPREAD * torch.randn(shape)) for shape in shapes)
         self.shifts = nn.ParameterList(nn.Parameter(SPREAD * torch.randn(shape)) for shape in shapes)
-        self._shapes: list[tuple[int, ...]] = []
-        bounds: list[Tensor] = []
-        for size in (1, *(k for k in kernel_sizes for _ in range(2))):
-            for shape in ((CHANNELS, CHANNELS, size, size), (CHANNELS,)):
-                self._shapes.append(shape)
-                bounds.append(torch.full((math.prod(shape),), 1 / math.sqrt(CHANNELS * size * size)))
-        self.register_buffer("_bounds", torch.cat(bounds), persistent=False)
-        self.register_buffer("fixed", (2 * torch.rand(len(self._bounds)) - 1) * self._bounds)
+        self._layers = Layers([1, *(k for k in kernel_sizes for _ in range(2))])
+        self.register_buffer("fixed", self._layers.numbers("uniform", torch.default_generator))
 
     def restyle(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """New styles by convolutions and mixing weights drawn now; no gradient is recorded.
@@ -89,12 +74,12 @@ class StyleModule(nn.Module):
         device = generator.device
         with torch.no_grad():
             noise = torch.randn(images.shape, generator=generator, device=device)
-            numbers = torch.rand(len(self._bounds), generator=generator, device=device).mul(2).sub(1) * self._bounds
+            layers = self._layers.draw("uniform", generator)
             keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
             weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
             total = weights.sum()
             shares = weights / torch.copysign(total.abs().clamp_min(SMALLEST_WEIGHT_SUM), total)
-            branches = self._branches(images, noise, numbers, keep / (1 - COLOUR_DROPOUT))
+            branches = self._branches(images, noise, layers, keep / (1 - COLOUR_DROPOUT))
             # Σ w_i·B_i(x) / Σ w_i
             return torch.stack([share * branch for share, branch in zip(shares, branches, strict=True)]).sum(dim=0)
 
@@ -106,31 +91,17 @@ class StyleModule(nn.Module):
             generator: Source of the noise.
         """
         noise = torch.randn(images.shape, generator=generator, device=generator.device)
-        return torch.stack(self._branches(images, noise, self.fixed, None)).mean(dim=0)
+        return torch.stack(self._branches(images, noise, self._layers.split(self.fixed), None)).mean(dim=0)
 
-    def _branches(self, images: Tensor, noise: Tensor, numbers: Tensor, keep: Tensor | None) -> list[Tensor]:
+    def _branches(self, images: Tensor, noise: Tensor, layers: list[Linear], keep: Tensor | None) -> list[Tensor]:
         """B_i(x), colours first."""
         inputs = images + NOISE_UNIT * self.noise_level * noise
-        colour, *layers = self._layers(numbers)
+        colour, *layers = layers
         colours = F.conv2d(inputs, colour.weight, colour.bias)
         results = [torch.tanh(colours if keep is None else colours * keep)]
         for encoder, decoder, scale, shift in zip(layers[::2], layers[1::2], self.scales, self.shifts, strict=True):
-            hidden = _convolution(inputs, encoder)
+            hidden = convolution(inputs, encoder)
             variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
             hidden = scale * ((hidden - mean) * (variance + EPSILON).rsqrt()) + shift
-            # A transposed convolution is the padded convolution with the flipped kernel.
-            flipped = Linear(decoder.weight.flip(2, 3).transpose(0, 1), decoder.bias)
-            results.append(torch.tanh(_convolution(hidden, flipped, padding=decoder.weight.shape[-1] - 1)))
+            results.append(torch.tanh(transposed_convolution(hidden, decoder)))
         return results
-
-    def _layers(self, numbers: Tensor) -> list[Linear]:
-        parts = torch.split(numbers, [math.prod(shape) for shape in self._shapes])
-        tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        return [Linear(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-
-
-def _convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
-    """A convolution between three channels, packed where it pays: see :func:`packed_convolution`."""
-    if inputs.is_cuda and inputs.shape[-1] < WIDE:
-        return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
-    return packed_convolution(inputs, layer, padding, PACKED_ON_GPU if inputs.is_cuda else PACKED_ON_CPU)

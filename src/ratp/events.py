@@ -1,0 +1,63 @@
+"""What happens in a run, as it is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ratp.method import Tick
+
+
+@dataclass(frozen=True)
+class StageStarted:
+    """A stage begins.
+
+    Attributes:
+        stage: Its number, from 0.
+        domain: Name of its domain.
+        images: Number of training images.
+        steps: Updates it will take.
+    """
+
+    stage: int
+    domain: str
+    images: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One update was made, or a few in a row."""
+
+    stage: int
+    domain: str
+    tick: Tick
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The new domain was measured within its stage.
+
+    Attributes:
+        progress: Share of the stage's updates done.
+        accuracy: Accuracy in percent by domain.
+    """
+
+    stage: int
+    domain: str
+    progress: float
+    accuracy: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StageFinished:
+    """A stage ended and was saved."""
+
+    stage: int
+    domain: str
+    accuracy: Mapping[str, float]
+    statistics: Mapping[str, float]
+    seconds: float
+
+
+Event = StageStarted | Trained | Probed | StageFinished
