@@ -21,6 +21,7 @@ from helpers import TINY, accuracy_of, files_of, journal_of, same_tensors, tenso
 from ratp.device_copies import shared_copy, with_images_on
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Probed, StageFinished, StageStarted, Trained
+from ratp.network import NetworkConfig
 from ratp.plan import RunRequest, resolve
 from ratp.record import RunRecord
 from ratp.run import Run
@@ -410,9 +411,11 @@ class TestChoices:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
         assert auto([Run(toy_plan(), tmp_path)]) == 3
 
-    def test_runs_on_a_gpu_follow_one_another_unless_asked(self):
-        plan = SimpleNamespace(device=torch.device("cuda"))
-        assert auto([SimpleNamespace(plan=plan)] * 3) == 1
+    @pytest.mark.parametrize(("backbones", "count"), [("dtn dtn", 8), ("dtn resnet50", 1), ("resnet50 resnet50", 1)])
+    def test_small_networks_share_a_gpu_and_large_ones_follow_one_another(self, backbones, count):
+        recipes = [replace(toy_plan().recipe, network=NetworkConfig(name)) for name in backbones.split()]
+        plans = [SimpleNamespace(device=torch.device("cuda"), recipe=recipe) for recipe in recipes]
+        assert auto([SimpleNamespace(plan=plan) for plan in plans]) == count
 
     def test_devices_and_precisions_follow_one_another(self):
         def run(device, precision):
@@ -492,7 +495,7 @@ class TestOnGPU:
     def test_every_run_is_captured_on_streams_of_its_own(self, tmp_path, monkeypatch):
         import ratp.capture as capture
 
-        seen, record = [], capture._CapturedStep._record
+        seen, record = [], capture._CapturedSteps._record
 
         def watched(self):
             seen.append((threading.get_ident(), self._stream.cuda_stream, torch.cuda.current_stream().cuda_stream))
@@ -500,7 +503,7 @@ class TestOnGPU:
             assert graph is not None
             return graph
 
-        monkeypatch.setattr(capture._CapturedStep, "_record", watched)
+        monkeypatch.setattr(capture._CapturedSteps, "_record", watched)
         run_all([gpu_run(tmp_path / str(seed), seed=seed) for seed in range(4)], at_once=4)
         assert len(seen) == 4 * 3
         lanes = {thread: (aside, main) for thread, aside, main in seen}

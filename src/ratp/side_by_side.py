@@ -26,6 +26,8 @@ from ratp.run_process import OtherPlanError, RunProcess, unexpected
 
 # Torch has 32 streams a device, and a run needs two.
 MOST_ON_GPU = 15
+# Runs of small networks that share a GPU if nobody says how many; large networks fill it alone.
+SMALL_ON_GPU = 8
 Result = RunRecord | RatpError
 Listener = Callable[[Run, Event], None]
 
@@ -40,8 +42,8 @@ def run_all(
 
     Args:
         runs: What to run, each with a directory of its own.
-        at_once: How many at the same time; by default as many as cores, on a GPU one. With 1, runs follow one
-            another in this thread, each as by ``execute``.
+        at_once: How many at the same time; by default as many as cores, on a GPU eight with DTN and one with larger
+            networks. With 1, runs follow one another in this thread, each as by ``execute``.
         on_event: Told what happens in which run, by one thread at a time. What it raises stops all runs.
 
     Returns:
@@ -71,9 +73,9 @@ def run_all(
 
 
 def auto(runs: Sequence[Run]) -> int:
-    """How many runs of one device to make at once: on a GPU one, until it is measured how many pay."""
+    """How many runs of one device to make at once: as many as cores; on a GPU, several if their networks are small."""
     if runs[0].plan.device.type == "cuda":
-        return 1
+        return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == "dtn" for run in runs) else 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

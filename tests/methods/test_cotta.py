@@ -69,6 +69,16 @@ class TestTarget:
             logits = [logits_of(teacher, method.scaling.unit(view(images.float() / 255, changes))) for _ in range(3)]
         torch.testing.assert_close(method.observe(images), torch.stack(logits).mean(dim=0))
 
+    @pytest.mark.parametrize("at_once", [2, 3, 5])
+    def test_several_views_at_once_are_batches_of_their_own(self, at_once, monkeypatch):
+        """With views that leave images as they are, all have the logits of one."""
+        method, (target, _) = built(threshold=2.0, views=5)
+        monkeypatch.setattr(method, "_views_at_once", lambda images: at_once)
+        monkeypatch.setattr(method, "_view", lambda images, generator: images)
+        expected, seen = logits_of(method.network, method.scaling(target.images[:8])), counting(method)
+        torch.testing.assert_close(method.observe(target.images[:8]), expected)
+        assert len(seen) == -(-5 // at_once)
+
     def test_the_record_says_how_often(self):
         for threshold, share in ((0.0, 0.0), (2.0, 1.0)):
             method, (target, _) = built(threshold=threshold)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ratp.errors import RatpError
-from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d, only_rows, supports_row_masks
+from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d, by_batch, only_rows, supports_row_masks
 
 ROWS, CHANNELS = 9, 5
 SHAPES = pytest.mark.parametrize(
@@ -250,3 +250,31 @@ class TestMask:
     )
     def test_foreign_batch_norms_cannot_be_masked(self, layer, supported):
         assert supports_row_masks(nn.Sequential(nn.Conv2d(3, 3, 1), BatchNorm2d(3), layer)) == supported
+
+
+@SHAPES
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_several_batches_at_once_each_have_their_own_statistics(kind, space, affine, training):
+    layer, _ = pair(kind, affine=affine)
+    layer.train(training)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    batches = [scale * batch(space) + scale for scale in (1.0, 3.0, 0.1)]
+    with by_batch(layer):
+        expected = torch.cat([layer(x) for x in batches])
+    with by_batch(layer, 3):
+        together = layer(torch.cat(batches))
+    close(together, expected, 1e-9)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+
+
+def test_several_batches_at_once_in_few_bits_and_another_layout():
+    layer = BatchNorm2d(4)
+    x = torch.randn(12, 4, 6, 6).to(memory_format=torch.channels_last)
+    with by_batch(layer):
+        expected = torch.cat([layer(part) for part in x.split(4)])
+    with by_batch(layer, 3):
+        y, few_bits = layer(x), layer(x.bfloat16())
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(few_bits, expected.bfloat16(), rtol=0.02, atol=0.02)
+    assert y.is_contiguous(memory_format=torch.channels_last)

@@ -34,7 +34,8 @@ OnBadImage = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")]
 Jobs = Annotated[
-    str, typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, on a GPU one.")
+    str,
+    typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, on a GPU 8 with DTN."),
 ]
 Probe = Annotated[
     bool,

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.errors import ConfigError
+from ratp.inference import chunk_size
 from ratp.method import Setting, Statistics, pack, unpack
 from ratp.network import Network
 from ratp.online import BatchStatistics, StepConfig
 from ratp.parts.adam import Adam
-from ratp.parts.batch_norm import by_batch
+from ratp.parts.batch_norm import by_batch, supports_row_masks
 from ratp.parts.cotta import consistency, restore_
 from ratp.parts.cotta_views import CoTTAView
 from ratp.parts.moving_average import follow_
@@ -143,8 +144,20 @@ class CoTTA(BatchStatistics):
             return _by_batch(self.network, inputs)
         self._averaged += 1
         images = self.scaling.invert(inputs).float() / 255
-        views = (self.scaling.unit(self._view(images, self._changes)) for _ in range(self.config.views))
-        return torch.stack([_by_batch(self.network, view) for view in views]).mean(dim=0)
+        parts = []
+        most = self._views_at_once(images)
+        for left in range(self.config.views, 0, -most):
+            count = min(most, left)
+            views = self._view(images.repeat(count, 1, 1, 1), self._changes)
+            parts.append(_by_batch(self.network, self.scaling.unit(views), count))
+        logits = torch.cat(parts)
+        return logits.view(self.config.views, -1, logits.shape[1]).mean(dim=0)
+
+    def _views_at_once(self, images: Tensor) -> int:
+        """How many views go through the network together: on a GPU, which one hardly occupies, as many as fit."""
+        if not (images.is_cuda and supports_row_masks(self.network)):
+            return 1
+        return max(1, chunk_size(images.shape[1:], images.device) // len(images))
 
     def finish_target(self, images: Tensor) -> dict[str, float]:
         """Takes exemplars; records the share of batches whose target was averaged over views."""
@@ -171,7 +184,7 @@ class CoTTA(BatchStatistics):
             self.anchor.load_state_dict(parts["anchor"])
 
 
-def _by_batch(network: Network, inputs: Tensor) -> Tensor:
-    """Logits of normalised images, by their own statistics."""
-    with by_batch(network):
+def _by_batch(network: Network, inputs: Tensor, batches: int = 1) -> Tensor:
+    """Logits of normalised images, by the statistics of each of so many batches among them."""
+    with by_batch(network, batches):
         return network(inputs).logits

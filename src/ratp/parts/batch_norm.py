@@ -72,7 +72,7 @@ class _RowMasked(_BatchNorm):
     """What both layers add to torch's."""
 
     _rows: _Rows | None = None
-    _by_batch = False
+    _by_batch = 0  # so many batches in one; 0: as ever
 
     def forward(
         self,
@@ -103,12 +103,11 @@ class _RowMasked(_BatchNorm):
 
     def _fuses(self, x: Tensor) -> bool:
         """Whether there are kernels for this: with running statistics, and gradients only while training."""
-        if not x.is_cuda:
+        if not (x.is_cuda and self.affine and self.track_running_stats and self.momentum is not None) or self._by_batch:
             return False
-        has_all = not self._by_batch and self.affine and self.track_running_stats and self.momentum is not None
         needs_none = self.training or not (torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad))
         known = x.ndim in (2, 4) and x.numel() > 0 and x.dtype in _FUSED_TYPES and self.weight.dtype == torch.float32
-        return has_all and needs_none and known and kernels.usable(x.device)
+        return needs_none and known and kernels.usable(x.device)
 
     def _fused(self, x: Tensor, offset: Tensor | None, keep: Tensor | None, add: Tensor | None, relu: bool) -> Tensor:
         from ratp.kernels import norm
@@ -141,6 +140,8 @@ class _RowMasked(_BatchNorm):
         rows = self._rows
         if self._by_batch:
             self._check_input_dim(x)  # type: ignore[no-untyped-call]
+            if self._by_batch > 1:
+                return _by_parts(x, self._by_batch, self.weight, self.bias, self.eps)
             return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
         if rows is None or not (self.training or self.running_mean is None):
             return super().forward(x)
@@ -210,17 +211,21 @@ def only_rows(module: nn.Module, mask: Tensor | None) -> Iterator[None]:
 
 
 @contextmanager
-def by_batch(module: nn.Module) -> Iterator[None]:
+def by_batch(module: nn.Module, batches: int = 1) -> Iterator[None]:
     """Within the block, all BatchNorm layers inside ``module`` normalise with the statistics of the batch they see.
 
     Whatever the mode; running statistics are neither used nor changed.
+
+    Args:
+        module: Whose layers; for several batches at once, layers of this file only.
+        batches: So many batches of the same size follow one another in what they see, each with statistics of its own.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, _RowMasked)]
     before = [layer._by_batch for layer in layers]
     foreign = [layer for layer in batch_norms(module).values() if not isinstance(layer, _RowMasked)]
     tracked = [(layer.running_mean, layer.running_var, layer.track_running_stats) for layer in foreign]
     for layer in layers:
-        layer._by_batch = True
+        layer._by_batch = batches
     for other in foreign:  # a layer without running statistics takes the batch's
         other.running_mean, other.running_var, other.track_running_stats = None, None, False
     try:
@@ -265,6 +270,19 @@ def _statistics(x: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     # σ² = Σ (σ_i² + (μ_i − μ)²) / n
     distance = means.sub_(mean)
     return mean, (variances.addcmul_(distance, distance) * shares).sum(dim=0)
+
+
+def _by_parts(x: Tensor, parts: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """γ·(x − μ)/σ + β, where μ and σ are those of each of so many equal parts of the rows."""
+    split = x.view(parts, -1, *x.shape[1:])
+    wide = split.to(torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(wide, dim=(1, *range(3, wide.ndim)), correction=0, keepdim=True)
+    shape = 1, 1, -1, *(1,) * (x.ndim - 2)
+    scale = (variance + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight.view(shape)
+    shift = -mean * scale if bias is None else bias.view(shape) - mean * scale
+    return torch.addcmul(shift, wide, scale).to(x.dtype).view(x.shape)
 
 
 class _Normalise(torch.autograd.Function):
