@@ -14,12 +14,14 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from ratp.config import as_dict, switches
-from ratp.matrix import METRICS, Metric
+from ratp.matrix import METRICS
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
 from ratp.plan import preset_config
+from ratp.published import printed
 from ratp.record import RunRecord, read_run
 from ratp.report.tables import comparison_markdown
+from ratp.streams.benchmarks import DIGITS, PACS
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,41 +71,28 @@ def switch_table() -> str:
     return "\n".join(lines)
 
 
-# What the paper prints for RaTP on its main orders (Deja Vu, ICLR 2023, tables 1 to 3): by stream and order.
-PAPER: dict[tuple[str, str], dict[Metric, dict[str, float]]] = {
-    ("digits", "MT>MM>SN>SD>US"): {
-        "TDG": {"MM": 86.8, "SN": 43.7, "SD": 67.5, "US": 90.1, "average": 72.0},
-        "TDA": {"MT": 99.4, "MM": 90.2, "SN": 69.1, "SD": 81.8, "US": 93.4, "average": 86.8},
-        "FA": {"MT": 95.4, "MM": 82.1, "SN": 70.5, "SD": 81.3, "average": 82.3},
-    },
-    ("pacs", "P>A>C>S"): {
-        "TDG": {"A": 73.9, "C": 53.1, "S": 60.7, "average": 62.6},
-        "TDA": {"P": 99.5, "A": 87.5, "C": 75.1, "S": 67.1, "average": 82.3},
-        "FA": {"P": 97.9, "A": 87.8, "C": 73.0, "average": 86.2},
-    },
-    ("pacs", "S>C>A>P"): {
-        "TDG": {"C": 69.6, "A": 68.7, "P": 83.0, "average": 73.8},
-        "TDA": {"S": 96.5, "C": 77.1, "A": 87.7, "P": 97.3, "average": 89.7},
-        "FA": {"S": 94.0, "C": 80.8, "A": 87.7, "average": 87.5},
-    },
-}
+# The orders of RaTP's table, by stream.
+BENCHMARKS = ((DIGITS, "default"), (PACS, "default"), (PACS, "reverse"))
 
 
 def benchmark_table() -> str:
     """RaTP on the paper's orders, each number with the paper's beside it."""
     blocks = []
-    for (stream, order), printed in PAPER.items():
-        files = sorted((ROOT / "results" / stream).glob("ratp*.json"))
-        found = [run for run in map(read_run, files) if ">".join(run.matrix.domains) == order]
+    for spec, name in BENCHMARKS:
+        order = spec.orders[name]
+        title = f"{spec.name}, {'>'.join(order)}"
+        files = sorted((ROOT / "results" / spec.name).glob("ratp*.json"))
+        found = [run for run in map(read_run, files) if run.matrix.domains == order]
         if not found:
-            blocks.append(f"**{stream}, {order}**: not run yet.")
+            blocks.append(f"**{title}**: not run yet.")
             continue
-        names = [*found[0].matrix.domains, "average"]
+        names = [*order, "average"]
         seeds = f"{len(found)} seeds" if len(found) > 1 else f"seed {found[0].seed}"
-        lines = [f"| {stream}, {order}, {seeds} | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-        for metric, paper in printed.items():
+        lines = [f"| {title}, {seeds} | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+        for metric in METRICS:
+            paper = {n: printed(spec.name, order, metric, n, RaTP.name) for n in names}
             ours = [run.matrix.metric(metric) | {"average": run.matrix.average(metric)} for run in found]
-            cells = [f"{_mean([one[n] for one in ours])} ({paper[n]:.1f})" if n in paper else "–" for n in names]
+            cells = [f"{_mean([one[n] for one in ours])} ({p:.1f})" if p else "–" for n, p in paper.items()]
             lines.append(f"| {metric} | {' | '.join(cells)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -49,6 +49,21 @@ def exclusive(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether some process holds ``folder`` now."""
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def _holder(path: Path) -> str:
     try:
         data = json.loads(path.read_bytes())

@@ -43,6 +43,7 @@ class RunRecord:
         environment: Contents of ``environment.json``.
         matrix: Accuracies of the finished stages.
         journal: Events in order.
+        name: What to call it in tables; None: after its method and what was changed.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class RunRecord:
     environment: Mapping[str, Any]
     matrix: Matrix
     journal: tuple[Mapping[str, Any], ...]
+    name: str | None = None
 
     @property
     def method(self) -> str:
@@ -59,6 +61,8 @@ class RunRecord:
     @property
     def label(self) -> str:
         """Method, with its preset and switches where they are not the default ones; an oracle is called one."""
+        if self.name is not None:
+            return f"{self.name} ({ORACLE})" if self.is_oracle else self.name
         preset = self.config["preset"]
         extra = [ORACLE] if self.is_oracle else []
         extra += [preset] if preset != "official" else []

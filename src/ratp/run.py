@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -40,6 +41,7 @@ from ratp.method import Method, Phase, Tick, train, unpack
 from ratp.plan import RunPlan
 from ratp.precision import use_precision
 from ratp.record import RunRecord, read_journal, read_run
+from ratp.source_models import SourceModels
 from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
@@ -50,8 +52,8 @@ _START_ANEW = "Remove the folder to start anew, or choose another with --out."
 class Run:
     """A run and its directory.
 
-    Loading the data and building the method happen here, before anything is written: a mistake in the
-    plan leaves no trace on disk.
+    Images are loaded and the method is built before anything is written: a mistake in the plan leaves no trace on
+    disk.
 
     Args:
         plan: What to run.
@@ -60,6 +62,7 @@ class Run:
         capture: Whether training steps on a GPU run as CUDA graphs. It changes no result.
         reuse_source: Whether a network that an earlier run trained on the same source in the same way may be taken, and
             this run's be kept. It changes no result.
+        wait: Whether to load the images when they are needed first, not here: many runs can then be planned at once.
     """
 
     def __init__(
@@ -70,21 +73,50 @@ class Run:
         probe: bool = False,
         capture: bool = True,
         reuse_source: bool = False,
+        wait: bool = False,
     ) -> None:
         self.plan = plan
         self.folder = Path(folder)
         self.probe = probe
         self.capture = capture
         self.reuse_source = reuse_source
-        self.stream: Stream = plan.load_stream()
         self._is_told = plan.method.uses_target_labels(plan.config)
-        if self._is_told and None in self.stream.answers:
-            bare = [domain.name for domain in self._unlabelled()]
-            raise ConfigError(f"{plan.method.name} needs the labels of all targets; {', '.join(bare)} has none.")
-        self._models = plan.source_models(self.stream) if reuse_source else None
-        self.method: Method = plan.build_method(self.stream, self._models)
-        self.config = plan.to_json(self.stream)
-        self.matrix = Matrix(self.stream.order)
+        if not wait:
+            _ = self.config, self.method
+
+    @cached_property
+    def stream(self) -> Stream:
+        """The images."""
+        stream = self.plan.load_stream()
+        if self._is_told and None in stream.answers:
+            pairs = zip(stream.targets, stream.answers, strict=True)
+            bare = ", ".join(target.name for target, answer in pairs if answer is None)
+            raise ConfigError(f"{self.plan.method.name} needs the labels of all targets; {bare} has none.")
+        return stream
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` holds."""
+        return self.plan.to_json(self.stream)
+
+    @cached_property
+    def _models(self) -> SourceModels | None:
+        return self.plan.source_models(self.stream) if self.reuse_source else None
+
+    @cached_property
+    def method(self) -> Method:
+        """What is trained: until the run goes on, untrained."""
+        return self.plan.build_method(self.stream, self._models)
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """Accuracies of the stages finished so far."""
+        return Matrix(self.stream.order)
+
+    def forget(self) -> None:
+        """Lets go of images and networks; what is needed again is loaded again."""
+        for name in ("stream", "config", "_models", "method", "matrix"):
+            self.__dict__.pop(name, None)
 
     def execute(self) -> RunRecord:
         """Runs to the end, or continues to it."""

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -33,8 +34,12 @@ Listener = Callable[[Run, Event], None]
 
 
 def run_all(
-    runs: Sequence[Run], *, at_once: int | None = None, on_event: Listener | None = None
-) -> list[RunRecord | RatpError]:
+    runs: Sequence[Run],
+    *,
+    at_once: int | None = None,
+    on_event: Listener | None = None,
+    on_end: Callable[[Run, Result], None] | None = None,
+) -> list[Result]:
     """Makes all runs, or continues them, several at once.
 
     A run that fails does not stop the others. Ctrl-C stops all at their next step, and the same call continues
@@ -45,6 +50,7 @@ def run_all(
         at_once: How many at the same time; by default as many as cores, on a GPU eight with DTN and one with larger
             networks. With 1, runs follow one another in this thread, each as by ``execute``.
         on_event: Told what happens in which run, by one thread at a time. What it raises stops all runs.
+        on_end: Told what became of a run, likewise; the run is then made to forget its images and networks.
 
     Returns:
         For every run its record, or the error that ended it.
@@ -54,7 +60,7 @@ def run_all(
     """
     if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
         raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
-    work = _Work(runs, on_event)
+    work = _Work(runs, on_event, on_end)
     for group in _groups(runs):
         members = [runs[index] for index in group]
         count = min(len(group), at_once or auto(members))
@@ -153,8 +159,10 @@ Lane = _ProcessLane | _StreamLane
 class _Work:
     """Runs to make, and what became of them."""
 
-    def __init__(self, runs: Sequence[Run], on_event: Listener | None) -> None:
-        self._runs, self._on_event = runs, on_event
+    def __init__(
+        self, runs: Sequence[Run], on_event: Listener | None, on_end: Callable[[Run, Result], None] | None
+    ) -> None:
+        self._runs, self._on_event, self._on_end = runs, on_event, on_end
         self._results: dict[int, Result] = {}
         self._telling = threading.Lock()
         self._stop = threading.Event()
@@ -210,8 +218,14 @@ class _Work:
             end.set()
 
     def _make(self, index: int, events_of: Callable[[Run], Generator[Event, None, None]]) -> None:
-        """Makes one run and keeps its result, unless all have to stop."""
+        """Makes one run, keeps its result and tells of it, unless all have to stop."""
         run = self._runs[index]
+        self._attempt(index, run, events_of)
+        if self._on_end is not None and index in self._results:
+            self._guarded(partial(self._on_end, run, self._results[index]))
+            run.forget()
+
+    def _attempt(self, index: int, run: Run, events_of: Callable[[Run], Generator[Event, None, None]]) -> None:
         try:
             with closing(events_of(run)) as events:
                 for event in events:
@@ -233,11 +247,14 @@ class _Work:
             self._results[index] = failed
 
     def _tell(self, run: Run, event: Event) -> None:
-        if self._on_event is None:
-            return
+        if self._on_event is not None:
+            self._guarded(partial(self._on_event, run, event))
+
+    def _guarded(self, tell: Callable[[], None]) -> None:
+        """Tells somebody something, one at a time; what that raises stops all runs."""
         try:
             with self._telling:
-                self._on_event(run, event)
+                tell()
         except BaseException as error:
             self._fail(error)
 

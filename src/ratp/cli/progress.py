@@ -41,7 +41,7 @@ class Display(Protocol):
 
 def follow(run: Run, console: Console, *, quiet: bool) -> None:
     """Drives a run to its end and shows it. Ctrl-C ends the program with a word on how to go on."""
-    with _interruptible(console):
+    with interruptible(console):
         _follow(run, console, quiet=quiet)
 
 
@@ -49,7 +49,7 @@ def follow_all(
     runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None
 ) -> list[RunRecord | RatpError]:
     """Drives runs side by side and shows them, as :func:`follow` does; an error is the result of its run only."""
-    with _interruptible(console):
+    with interruptible(console):
         if quiet:
             return run_all(runs, at_once=at_once)
         with _displays(runs, console) as show:
@@ -62,7 +62,8 @@ def follow_all(
 
 
 @contextmanager
-def _interruptible(console: Console) -> Iterator[None]:
+def interruptible(console: Console) -> Iterator[None]:
+    """Within the block, Ctrl-C ends the program with a word on how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -191,7 +192,7 @@ class _OneOfMany:
 
     def finish(self, event: StageFinished) -> None:
         self._console.print(f"[green]✓[/] {escape(_summary(self._run, event, self._label))}", soft_wrap=True)
-        if event.stage + 1 == len(self._run.stream.order) and self._task is not None:
+        if event.stage + 1 == len(self._run.plan.order) and self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
 
@@ -234,7 +235,7 @@ class _Lines:
 
 
 def _place(run: Run, stage: int) -> str:
-    return f"{stage + 1}/{len(run.stream.order)}"
+    return f"{stage + 1}/{len(run.plan.order)}"
 
 
 def _note(tick: Tick) -> str:

@@ -37,6 +37,16 @@ Jobs = Annotated[
     str,
     typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, on a GPU 8 with DTN."),
 ]
+Precision = Annotated[
+    str, typer.Option(help="How a GPU multiplies: fp32, tf32, bf16, or auto: tf32 where there is one.")
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="What the feature extractor starts from: a .safetensors file, imagenet, none, or auto: "
+        "$RATP_WEIGHTS if set, else what is usual for it.",
+    ),
+]
 Probe = Annotated[
     bool,
     typer.Option(
@@ -95,13 +105,7 @@ def run(
         typer.Option(help="For `folders`: folders or zips of the targets, one after another as they arrive."),
     ] = None,
     data: Data = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="What the feature extractor starts from: a .safetensors file, imagenet, none, or auto: "
-            "$RATP_WEIGHTS if set, else what is usual for it.",
-        ),
-    ] = "auto",
+    weights: Weights = "auto",
     on_bad_image: OnBadImage = "stop",
     extra_classes: Annotated[
         str, typer.Option(help="Classes of a target that the source does not have: stop, or drop their images.")
@@ -109,9 +113,7 @@ def run(
     probe: Probe = False,
     reuse_source: ReuseSource = True,
     device: Device = "auto",
-    precision: Annotated[
-        str, typer.Option(help="How a GPU multiplies: fp32, tf32, bf16, or auto: tf32 where there is one.")
-    ] = "auto",
+    precision: Precision = "auto",
     jobs: Jobs = "auto",
     quiet: Quiet = False,
     json_: Json = False,
@@ -121,7 +123,7 @@ def run(
     Several seeds, orders or methods are run side by side in all their combinations.
     """
     request_changes, problems = _parse_changes(changes or [])
-    at_once = _parse_jobs(jobs, problems)
+    at_once = parse_jobs(jobs, problems)
     methods = [name for given in methods or ["ratp"] for name in (METHODS if given == "all" else [given])]
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     with decoding(stderr(), quiet=quiet or json_) as progress:
@@ -224,7 +226,7 @@ def demo(
 
     requests = [RunRequest(method=m, seed=s, device=device) for s in seeds or ["2022"] for m in DEMO_METHODS]
     problems: list[str] = []
-    at_once = _parse_jobs(jobs, problems)
+    at_once = parse_jobs(jobs, problems)
     plans = _resolve_all(requests, problems)
     runs = _prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
     if len(runs) == len(DEMO_METHODS) and at_once is None:
@@ -292,7 +294,7 @@ def _folders(plans: Sequence[RunPlan], out: Path | None) -> list[Path]:
     return folders if out is None else [out / folder.name for folder in folders]
 
 
-def _parse_jobs(jobs: str, problems: list[str]) -> int | None:
+def parse_jobs(jobs: str, problems: list[str]) -> int | None:
     """How many runs at once; None: as many as the device takes. A mistake is added to ``problems``."""
     if jobs.strip() == "auto":
         return None

@@ -1,0 +1,162 @@
+"""``ratp study``: many runs that belong together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ratp.cli.console import print_json, say, stderr, stdout
+from ratp.cli.runs import Data, Device, Jobs, Json, Precision, Quiet, Weights, parse_jobs
+from ratp.cli.study_progress import follow_study
+from ratp.errors import ConfigError, RunDirectoryError
+from ratp.plan import RunRequest
+from ratp.record import RunRecord, read_run
+from ratp.stream import DataOptions
+from ratp.study import STATES, Entry, State, Study
+from ratp.study_file import read_study
+
+app = typer.Typer(help="Studies: a grid of methods, orders, seeds and switches in a TOML file.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(help="The study, a TOML file.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of its runs; default runs/studies/NAME.")]
+Known = Annotated[
+    list[Path] | None,
+    typer.Option(help="Exported results, or folders of them: what they hold need not be run; repeatable."),
+]
+_STYLES: dict[State, str] = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
+
+
+@app.command()
+def run(
+    file: File,
+    out: Out = None,
+    known: Known = None,
+    data: Data = None,
+    weights: Weights = "auto",
+    device: Device = "auto",
+    precision: Precision = "auto",
+    jobs: Jobs = "auto",
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Make all runs of a study that are not finished. The same command continues it."""
+    problems: list[str] = []
+    at_once = parse_jobs(jobs, problems)
+    if problems:
+        raise ConfigError(problems)
+    base = RunRequest(device=device, precision=precision, weights=weights, data=DataOptions(data))
+    study = _read(file, out, known, base)
+    study.claim()
+    follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once)
+    _tell(study, json_=json_, quiet=quiet)
+    if any(state != "finished" for state in study.states().values()):
+        raise typer.Exit(2)
+
+
+@app.command()
+def status(file: File, out: Out = None, known: Known = None, json_: Json = False) -> None:
+    """Say what became of every run of a study."""
+    _tell(_read(file, out, known), json_=json_, quiet=False)
+
+
+@app.command()
+def report(
+    file: File,
+    out: Out = None,
+    known: Known = None,
+    to: Annotated[Path | None, typer.Option(help="Folder for the report; default `report` in the study's.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compare the finished runs of a study; what is missing is named, never filled in."""
+    from ratp.report.page import write_report
+    from ratp.report.terminal import print_report
+
+    study = _read(file, out, known)
+    records = named_records(study)
+    if not records:
+        raise RunDirectoryError(f"no run of {study.name} is finished yet. Next: ratp study run {file}")
+    page = write_report(records, to or study.folder / "report")
+    if not quiet:
+        print_report(records, stdout())
+        _tell(study, json_=False, quiet=False)
+        say(f"Report: {page}")
+
+
+def named_records(study: Study) -> list[RunRecord]:
+    """The finished runs, each called as the study calls it; one that it calls by several names appears as often."""
+    records = []
+    for entry in study.entries:
+        record = study.record(entry)
+        if record is not None:
+            records += [replace(record, name=label) for label in dict.fromkeys(row.label for row in entry.rows)]
+    return records
+
+
+def _read(file: Path, out: Path | None, known: Sequence[Path] | None, base: RunRequest | None = None) -> Study:
+    study = read_study(file, out, base)
+    return study.with_results([record for path in known or [] for record in _results(path)])
+
+
+def _results(path: Path) -> list[RunRecord]:
+    """The results in a file, or in all files of a folder and its folders."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist. --known takes exported results or folders of them.")
+    return [read_run(file) for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+
+
+def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
+    """The states of all runs: a table of numbers, or all of them as data."""
+    states = study.states()
+    failed = {entry.name: study.reason(entry) for entry in study.entries if states[entry.name] == "failed"}
+    if json_:
+        runs = [
+            {"run": entry.title, "folder": str(entry.folder), "state": states[entry.name]}
+            | ({"reason": failed[entry.name]} if entry.name in failed else {})
+            for entry in study.entries
+        ]
+        print_json({"study": study.name, "title": study.title, "folder": str(study.folder), "runs": runs})
+    elif not quiet:
+        _print_states(study.title, study.entries, states, stdout())
+        for entry in study.entries:
+            if entry.name in failed:
+                reason = failed[entry.name].strip().splitlines()[-1]
+                stderr().print(f"[bold red]failed:[/] {escape(f'{entry.title}: {reason}')}", soft_wrap=True)
+        say(f"Runs: {study.folder}")
+
+
+def _print_states(title: str, entries: Sequence[Entry], states: dict[str, State], console: Console) -> None:
+    seen = [state for state in STATES if state in states.values()]
+    console.print(Text(title, style="bold"))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("")
+    for state in seen:
+        table.add_column(state, justify="right", style=_STYLES.get(state, ""))
+    stream = None
+    for (where, label), counts in _counted(entries, states).items():
+        if where != stream:
+            stream = where
+            table.add_row(Text(where, style="bold"))
+        table.add_row(Text(f"  {label}"), *(str(counts[state] or "") for state in seen))
+    totals = Counter(states.values())
+    table.add_section()
+    table.add_row(f"{len(entries)} runs", *(str(totals[state]) for state in seen))
+    console.print(table)
+
+
+def _counted(entries: Sequence[Entry], states: dict[str, State]) -> dict[tuple[str, str], Counter[State]]:
+    """Numbers of runs by state, for every stream and label in the order of the file."""
+    found: dict[tuple[str, str], Counter[State]] = {}
+    for entry in entries:
+        for label in dict.fromkeys(row.label for row in entry.rows):
+            found.setdefault((entry.plan.spec.name, label), Counter())[states[entry.name]] += 1
+    return dict(sorted(found.items(), key=lambda item: list(dict.fromkeys(k[0] for k in found)).index(item[0][0])))

@@ -1,0 +1,106 @@
+"""Showing a study while it runs: how far all of it is, how long it will take, and a line for every run that ended."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from ratp.cli.progress import interruptible
+from ratp.errors import RatpError
+from ratp.events import Event, StageFinished, StageStarted, Trained
+from ratp.matrix import METRICS
+from ratp.report.cells import duration
+from ratp.run import Run
+from ratp.side_by_side import Result
+from ratp.study import Entry, Study, run_study
+
+
+def follow_study(study: Study, console: Console, *, quiet: bool, at_once: int | None = None) -> None:
+    """Makes all runs of a study and shows it. Ctrl-C ends the program with a word on how to go on."""
+    with interruptible(console):
+        if quiet:
+            run_study(study, at_once=at_once)
+            return
+        todo = [entry for entry in study.entries if study.state(entry) != "finished"]
+        watcher = _Watcher(todo)
+        console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} runs to make", soft_wrap=True)
+        if not console.is_terminal:
+
+            def tell(entry: Entry, result: Result) -> None:
+                line = watcher.ended(entry, result)
+                console.print(f"{line}, {watcher.left}" if watcher.left else line, markup=False, soft_wrap=True)
+
+            run_study(study, at_once=at_once, on_event=watcher.see, on_end=tell)
+            return
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TaskProgressColumn()
+        with Progress(
+            *columns, TextColumn("[dim]{task.fields[left]}[/]"), console=console, transient=True, expand=True
+        ) as bars:
+            task = bars.add_task("", total=watcher.total, left="")
+
+            def show(run: Run, event: Event) -> None:
+                watcher.see(run, event)
+                name = f"{watcher.done_runs}/{len(todo)} runs"
+                bars.update(task, completed=watcher.done, description=name, left=watcher.left)
+
+            def end(entry: Entry, result: Result) -> None:
+                mark = "[red]✗[/]" if isinstance(result, RatpError) else "[green]✓[/]"
+                console.print(f"{mark} {escape(watcher.ended(entry, result))}", soft_wrap=True)
+
+            run_study(study, at_once=at_once, on_event=show, on_end=end)
+
+
+class _Watcher:
+    """How far the runs of a study are, in stages.
+
+    Attributes:
+        total: Stages of all runs to make.
+        done: Stages made so far, parts of one included.
+        done_runs: Runs that ended.
+    """
+
+    def __init__(self, todo: list[Entry]) -> None:
+        self.total = sum(len(entry.plan.order) for entry in todo)
+        self._started = time.perf_counter()
+        self._whole = 0.0
+        self._parts: dict[int, tuple[int, int]] = {}
+        self._missed = 0.0  # stages that were finished before
+        self._runs = len(todo)
+        self.done_runs = 0
+
+    @property
+    def done(self) -> float:
+        return self._whole + self._missed + sum(made / max(steps, 1) for made, steps in self._parts.values())
+
+    @property
+    def left(self) -> str:
+        """How long the rest will take, if all goes on as it has."""
+        made = self.done - self._missed
+        if made <= 0.02 or self.done_runs == self._runs:
+            return ""
+        seconds = (time.perf_counter() - self._started) / made * max(self.total - self.done, 0.0)
+        return f"{duration(seconds)} left"
+
+    def see(self, run: Run, event: Event) -> None:
+        """Takes an event of a run."""
+        if isinstance(event, StageStarted):
+            if id(run) not in self._parts:
+                self._missed += event.stage
+            self._parts[id(run)] = (0, event.steps)
+        elif isinstance(event, Trained):
+            made, steps = self._parts[id(run)]
+            self._parts[id(run)] = (made + event.tick.made, steps)
+        elif isinstance(event, StageFinished):
+            self._whole += 1
+            self._parts[id(run)] = (0, 1)
+
+    def ended(self, entry: Entry, result: Result) -> str:
+        """A line about a run that ended."""
+        self.done_runs += 1
+        if isinstance(result, RatpError):
+            return f"{entry.title}: {str(result).strip().splitlines()[-1]}"
+        numbers = "  ".join(f"{metric} {result.matrix.average(metric):.1f}" for metric in METRICS)
+        return f"{entry.title}: {numbers}  ({duration(result.seconds)})"

@@ -1,0 +1,319 @@
+"""Writes REPRODUCIBILITY.md: every number of the paper that has been run, ours beside it, from results/."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from ratp.errors import RatpError
+from ratp.matrix import Metric
+from ratp.plan import DEFAULT_PRESET
+from ratp.published import SPELLING, Published, cells
+from ratp.record import RunRecord, read_run
+from ratp.statistics import AVERAGE, Summary, summarise, verdict
+
+ROOT = Path(__file__).parents[1]
+PAGE = "REPRODUCIBILITY.md"
+TOLERANCE = 2.0
+MISSING = "–"
+SYN, DAGGER = "SD", "†"
+NOT_RUN = "not run"
+MARKS = {"within": "", "above": " ▲", "below": " ▼"}
+TITLES = {"main": "Main orders", "orders": "Ten orders", "stationary": "One source, one target"}
+
+# What the paper takes away from RaTP for one source and one target: replay, distillation, old prototypes.
+STATIONARY = {"memory.replay": "none", "distill.weight": 0, "pca.old_weight": 0}
+
+# Runs by stream, order and method, then by seed.
+Results = Mapping[tuple[str, tuple[str, ...], str], Mapping[int, RunRecord]]
+
+OPENING = f"""\
+# Reproducibility
+
+What the numbers of "Deja Vu: Continual Model Generalization for Unseen Domains" (Liu et al., ICLR 2023) come to with
+this code: its tables 1 to 3 and 6 to 9, cell by cell. `make docs` writes this page from the files in `results/digits`
+and `results/pacs`. Such files are made by
+
+```sh
+ratp run digits --method shot --order default --seed 2022 --seed 2023 --seed 2024 --out runs/shot
+ratp report runs/shot --export results/digits
+```
+
+A file counts for a cell if its stream, order and method are those of the cell, its preset is `official`, nothing was
+changed and the run is finished. One exception: for one source and one target (`--order 'P>A' --subset`) the paper
+takes replay, distillation and the old prototypes away from RaTP. There RaTP counts only with
+`{" ".join(f"--set {name}={value}" for name, value in STATIONARY.items())}`.
+
+A cell reads `ours (paper) gap`: our mean over n seeds, ± their standard deviation if n > 1, what the paper prints, and
+how far ours lies from it. A cell without an arrow is *within*: our mean is at most {TOLERANCE:g} points away or, with
+several seeds, no farther than the 95 % confidence interval of our mean reaches. ▲ is above, ▼ below, both before
+rounding. {DAGGER} marks what depends on SYN, which is regenerated here: domain {SYN}, everything measured after its
+training, and every mean with such a number in it.
+
+## What is not as in the paper
+
+* Digits: 20,000 images each of MNIST, MNIST-M, SVHN and SYN, fewer than the paper has; all 9,298 of USPS.
+* SYN ({SYN}) is rendered anew after the published recipe and harder than the original.
+* PACS went through WebP, and its images are resized before they are cropped. ResNet-50 starts from ImageNet weights
+  whose convolutions are rounded to 16 bits.
+* DomainNet: there are no images of it here, so nothing has been run.
+
+[docs/benchmarks.md](docs/benchmarks.md) says more, also which runs are of earlier code.
+"""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A cell of the paper, and what our runs give for it.
+
+    Attributes:
+        cell: What the paper prints.
+        ours: Our values in short; None if it was not run.
+    """
+
+    cell: Published
+    ours: Summary | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether ours is within what agrees, above or below it, or not run."""
+        return verdict(self.cell.value, self.ours, TOLERANCE) if self.ours else NOT_RUN
+
+    def __str__(self) -> str:
+        if not self.ours:
+            return MISSING
+        spread = "" if self.ours.is_single else f" ± {self.ours.deviation:.1f}"
+        gap = f"{round(self.ours.mean - self.cell.value, 1) + 0.0:+.1f}".replace("-", "−")
+        dagger = f" {DAGGER}" if depends_on_syn(self.cell) else ""
+        return f"{self.ours.mean:.1f}{spread} ({self.cell.value:.1f}) {gap}{MARKS[self.verdict]}{dagger}"
+
+
+def depends_on_syn(cell: Published) -> bool:
+    """Whether a number would be another one with other images of SYN.
+
+    On Digits that is the column of SYN and every row from its stage on. TDG and TDA of a domain are read off rows
+    up to its own, so they are free of SYN on domains that come before it. FA always reads the last row, and an
+    average always reads the column of SYN.
+    """
+    if cell.stream != "digits":
+        return False
+    if cell.metric == "FA" or cell.domain == AVERAGE:
+        return True
+    return cell.order.index(cell.domain) >= cell.order.index(SYN)
+
+
+def counts(run: RunRecord) -> bool:
+    """Whether a run is in the paper's setting."""
+    changed = STATIONARY if run.method == "ratp" and len(run.matrix.domains) == 2 else {}
+    official = run.config["preset"] == DEFAULT_PRESET and not run.config.get("method_file")
+    return official and run.config["changed"] == changed and run.matrix.complete
+
+
+def collect(runs: Iterable[RunRecord]) -> Results:
+    """The runs that count.
+
+    Raises:
+        RatpError: If two are of one stream, order, method and seed, or two of one stream have other images or weights.
+    """
+    found: dict[tuple[str, tuple[str, ...], str], dict[int, RunRecord]] = {}
+    made_from: dict[tuple[str, str], tuple[str | None, RunRecord]] = {}
+    for run in filter(counts, runs):
+        stream = run.config["stream"]
+        seeds = found.setdefault((stream, run.matrix.domains, run.method), {})
+        if run.seed in seeds:
+            raise RatpError(f"{run.path} and {seeds[run.seed].path} have the same stream, order, method and seed.")
+        seeds[run.seed] = run
+        for name, sha256 in inputs(run).items():
+            known, other = made_from.setdefault((stream, name), (sha256, run))
+            if known != sha256:
+                raise RatpError(f"{run.path} and {other.path} do not share {name}: put one into a folder of its own.")
+    return found
+
+
+def inputs(run: RunRecord) -> dict[str, str | None]:
+    """Hashes of a run's images, by domain, and of the weights it started from."""
+    return {**run.config["data"], "weights": run.config["weights"]}
+
+
+def values(cell: Published, results: Results) -> dict[int, float]:
+    """What our runs give for a cell, by seed. A mean over orders takes the seeds that all of them were run with."""
+    if cell.order:
+        runs = results.get((cell.stream, cell.order, cell.method), {})
+        return {seed: _measured(run, cell.metric, cell.domain) for seed, run in runs.items()}
+    kind = (cell.table, cell.metric, cell.method)
+    parts = [values(part, results) for part in cells() if part.order and (part.table, part.metric, part.method) == kind]
+    seeds = sorted(set.intersection(*map(set, parts)))
+    return {seed: mean(part[seed] for part in parts) for seed in seeds}
+
+
+def _measured(run: RunRecord, metric: Metric, domain: str) -> float:
+    return run.matrix.average(metric) if domain == AVERAGE else run.matrix.metric(metric)[domain]
+
+
+def compare(results: Results) -> list[Compared]:
+    """All cells of the paper with our numbers."""
+    found = ((cell, values(cell, results)) for cell in cells())
+    return [Compared(cell, summarise(ours.values()) if ours else None) for cell, ours in found]
+
+
+def page(folder: Path) -> str:
+    """The whole page, from a folder with a folder of results a stream."""
+    streams = dict.fromkeys(cell.stream for cell in cells())
+    runs = [read_run(path) for stream in streams for path in sorted((folder / stream).glob("*.json"))]
+    results = collect(runs)
+    compared = compare(results)
+    blocks = [OPENING.rstrip(), "## Summary", summary(compared)]
+    for experiment, title in TITLES.items():
+        blocks.append(f"## {title}")
+        items = [item for item in compared if item.cell.experiment == experiment]
+        blocks += by_order(items) if experiment == "main" else by_table(items)
+    blocks += ["## Where our numbers come from", *provenance(runs, results)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def summary(compared: Sequence[Compared]) -> str:
+    """How many cells there are, were run and agree."""
+    groups = _groups(compared, lambda cell: (cell.experiment, cell.stream))
+    rows = [[TITLES[group[0].cell.experiment], group[0].cell.stream, *_tally(group)] for group in groups]
+    head = ["experiment", "stream", "cells printed", "cells with a number of ours", *MARKS]
+    return _table(head, [*rows, ["all", "", *_tally(compared)]], text=2)
+
+
+def _tally(items: Sequence[Compared]) -> list[str]:
+    found = Counter(item.verdict for item in items)
+    return [str(count) for count in (len(items), len(items) - found[NOT_RUN], *(found[name] for name in MARKS))]
+
+
+def by_order(items: Sequence[Compared]) -> list[str]:
+    """A table an order: a row a method and metric, a column a domain."""
+    blocks = []
+    for here in _groups(items, lambda cell: (cell.stream, cell.order)):
+        first = here[0].cell
+        columns = [*first.order, AVERAGE]
+        rows = []
+        for of_method in _groups([item for item in here if item.ours], lambda cell: cell.method):
+            for line in _groups(of_method, lambda cell: cell.metric):
+                found = {item.cell.domain: str(item) for item in line}
+                about = [SPELLING[line[0].cell.method], _seeds(line[0]), line[0].cell.metric]
+                rows.append([*about, *(found.get(name, MISSING) for name in columns)])
+        blocks.append(f"### {first.stream}, {'>'.join(first.order)} (table {first.table})")
+        blocks += [_table(["method", "n", "metric", *columns], rows)] if rows else []
+        blocks += _not_run("Methods", here, _method)
+    return blocks
+
+
+def by_table(items: Sequence[Compared]) -> list[str]:
+    """A table for each of the paper's: a row an order and metric, a column a method; n is that of each method."""
+    blocks = []
+    for here in _groups(items, lambda cell: cell.table):
+        first = here[0].cell
+        methods = list(dict.fromkeys(item.cell.method for item in here if item.ours))
+        rows = []
+        for of_order in _groups(here, _order):
+            if any(item.ours for item in of_order):
+                for line in _groups(of_order, lambda cell: cell.metric):
+                    found = {item.cell.method: item for item in line}
+                    seeds = " / ".join(_seeds(found[method]) for method in methods)
+                    about = [_order(line[0].cell), line[0].cell.metric, seeds]
+                    rows.append([*about, *(str(found[method]) for method in methods)])
+        blocks.append(f"### {first.stream} (table {first.table})")
+        if rows:
+            blocks.append(_table(["order", "metric", "n", *(SPELLING[method] for method in methods)], rows))
+            blocks += _not_run("Orders", here, _order)
+        blocks += _not_run("Methods", here, _method)
+    return blocks
+
+
+def _groups(items: Iterable[Compared], key: Callable[[Published], object]) -> list[list[Compared]]:
+    """Cells that agree in something, group by group, in the order they first occur."""
+    groups: dict[object, list[Compared]] = {}
+    for item in items:
+        groups.setdefault(key(item.cell), []).append(item)
+    return list(groups.values())
+
+
+def _not_run(what: str, items: Sequence[Compared], name: Callable[[Published], str]) -> list[str]:
+    """A line with what has no number of ours at all, if there is any."""
+    missing = [name(group[0].cell) for group in _groups(items, name) if not any(item.ours for item in group)]
+    return [f"{what} {NOT_RUN}: {', '.join(missing)}."] if missing else []
+
+
+def _method(cell: Published) -> str:
+    return SPELLING[cell.method]
+
+
+def _order(cell: Published) -> str:
+    """An order as it is called and spelled."""
+    return " ".join(filter(None, (cell.order_name, ">".join(cell.order)))) or "average of all"
+
+
+def _seeds(item: Compared) -> str:
+    return str(item.ours.n) if item.ours else MISSING
+
+
+def provenance(runs: Sequence[RunRecord], results: Results) -> list[str]:
+    """What the numbers were made from and with, and which files no number is from."""
+    printed = {(cell.stream, cell.order, cell.method) for cell in cells()}
+    used = {key: seeds for key, seeds in results.items() if key in printed}
+    made_from: dict[str, dict[str, str | None]] = {}
+    made_with: dict[tuple[str, ...], dict[str, list[RunRecord]]] = {}
+    for (stream, order, method), seeds in used.items():
+        for run in seeds.values():
+            made_from.setdefault(stream, {}).update(inputs(run))
+            orders = made_with.setdefault((SPELLING[method], stream, *_made_with(run)), {})
+            orders.setdefault(">".join(order), []).append(run)
+    hashes = [
+        f"* {stream}: {', '.join(f'{name} `{sha256[:12]}`' for name, sha256 in found.items() if sha256)}"
+        for stream, found in made_from.items()
+    ]
+    rows = [
+        [*about, "; ".join(f"{order}: {', '.join(map(_seed_and_file, found))}" for order, found in orders.items())]
+        for about, orders in made_with.items()
+    ]
+    head = ["method", "stream", "preset", "precision", "device", "torch", "ratp", "order: seed and file"]
+    about = "First digits of the sha256 of each domain's images and of the weights training starts from:"
+    blocks = [about, "\n".join(hashes), _table(head, rows, text=len(head))]
+    files = {run.path for seeds in used.values() for run in seeds.values()}
+    others = [f"`{run.path.parent.name}/{run.path.name}`" for run in runs if run.path not in files]
+    return [*blocks, f"Files that count for no cell: {', '.join(others) or 'none'}."]
+
+
+def _made_with(run: RunRecord) -> tuple[str, ...]:
+    """Preset, precision, device, and the versions of torch and of this package."""
+    about = run.environment
+    recorded = (about.get("precision"), about.get("device_name"), about.get("packages", {}).get("torch"))
+    return (run.config["preset"], *(value or "not recorded" for value in recorded), run.config["ratp"])
+
+
+def _seed_and_file(run: RunRecord) -> str:
+    return f"{run.seed} `{run.path.name}`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 3) -> str:
+    """A table, whose columns are numbers after the first ones of text."""
+    rule = ["---"] * text + ["---:"] * (len(head) - text)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rows))
+
+
+def main() -> None:
+    """Brings the page up to date, or with ``--check`` fails if it is not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
+    check = parser.parse_args().check
+    path = ROOT / PAGE
+    new = page(ROOT / "results")
+    stale = not path.exists() or path.read_text(encoding="utf-8") != new
+    if stale:
+        print(f"{'out of date' if check else 'updated'}: {PAGE}")
+        if not check:
+            path.write_text(new, encoding="utf-8")
+    sys.exit(bool(check and stale))
+
+
+if __name__ == "__main__":
+    main()
