@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from ratp.domain import LabelledDomain
 from ratp.errors import TrainingError
 from ratp.method import Method
+from ratp.randomness import Randomness
+
+
+def embeddings(
+    method: Method, tests: Sequence[LabelledDomain | None], count: int, randomness: Randomness
+) -> dict[str, Tensor]:
+    """What a method makes of some images of every domain with labels, for pictures of them.
+
+    Args:
+        method: Whose embedding.
+        tests: Test sets in the order of the stream.
+        count: Images of a domain, at most; the same ones whenever it is asked.
+        randomness: Decides which.
+
+    Returns:
+        ``embedding`` (n, dim), ``labels`` (n,) and ``domains`` (n,), numbers of test sets; nothing if the method has no
+        embedding to show.
+    """
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for number, test in enumerate(tests):
+        if test is None:
+            continue
+        chosen = torch.randperm(len(test), generator=randomness.generator("features", test.name))[:count]
+        embedding = method.embed(test.images[chosen])
+        if embedding is None:
+            return {}
+        parts.append((embedding.float().cpu(), test.labels[chosen].cpu(), torch.full((len(chosen),), number)))
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    return dict(zip(("embedding", "labels", "domains"), columns, strict=True))
 
 
 def accuracy(method: Method, domain: LabelledDomain) -> float:

@@ -51,3 +51,8 @@ def run_in_chunks(
 def classify(network: Network, images: Tensor, scaling: Scaling) -> Tensor:
     """Logits of uint8 images."""
     return run_in_chunks(network, lambda x: (network(x).logits,), images, scaling)[0]
+
+
+def embed(network: Network, images: Tensor, scaling: Scaling) -> Tensor:
+    """Embeddings of uint8 images."""
+    return run_in_chunks(network, lambda x: (network(x).embedding,), images, scaling)[0]

@@ -323,6 +323,11 @@ class Method(ABC):
         del images, generator
         return {}
 
+    def embed(self, images: Tensor) -> Tensor | None:
+        """What the method makes of uint8 images before it classifies them, for the report; None: nothing to show."""
+        del images
+        return None
+
     @final
     def fit_source(self, domain: LabelledDomain) -> None:
         """Trains on the labelled source domain."""

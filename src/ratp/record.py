@@ -7,6 +7,7 @@ A run directory is readable without this package::
     journal.jsonl        one line an epoch, a stage, a probe
     matrix.json          accuracies and metrics, a row a finished stage
     samples.safetensors  a few images and what the method made of them (if it augments)
+    features-*.safetensors  embeddings of some test images after each stage (if asked for)
     state.safetensors    the method after its last finished stage
     weights.safetensors  the final network, once the run is complete
     predictions-*.csv    what it says about the images of domains without labels
@@ -84,6 +85,12 @@ class RunRecord:
         """File with sample images, if the run kept one."""
         path = self.path / "samples.safetensors"
         return path if path.is_file() else None
+
+    @property
+    def features(self) -> tuple[Path, ...]:
+        """Files with the embeddings of some test images, a stage each, as far as the run kept them."""
+        found = (self.path / f"features-{stage}.safetensors" for stage in range(self.matrix.stages))
+        return tuple(path for path in found if path.is_file())
 
     @property
     def seconds(self) -> float:

@@ -23,7 +23,7 @@ from ratp.device_copies import with_images_on
 from ratp.domain import UnlabelledDomain
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-from ratp.evaluate import accuracy
+from ratp.evaluate import accuracy, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.files import (
     is_leftover,
@@ -40,11 +40,13 @@ from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Tick, train, unpack
 from ratp.plan import RunPlan
 from ratp.precision import use_precision
+from ratp.randomness import Randomness
 from ratp.record import RunRecord, read_journal, read_run
 from ratp.source_models import SourceModels
 from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
+FEATURE_COUNT = 200  # of a domain
 _START_ANEW = "Remove the folder to start anew, or choose another with --out."
 
 
@@ -62,6 +64,8 @@ class Run:
         capture: Whether training steps on a GPU run as CUDA graphs. It changes no result.
         reuse_source: Whether a network that an earlier run trained on the same source in the same way may be taken, and
             this run's be kept. It changes no result.
+        features: Whether to keep embeddings of some test images after every stage, for the report's picture of them. It
+            changes no result.
         wait: Whether to load the images when they are needed first, not here: many runs can then be planned at once.
     """
 
@@ -73,6 +77,7 @@ class Run:
         probe: bool = False,
         capture: bool = True,
         reuse_source: bool = False,
+        features: bool = False,
         wait: bool = False,
     ) -> None:
         self.plan = plan
@@ -80,6 +85,7 @@ class Run:
         self.probe = probe
         self.capture = capture
         self.reuse_source = reuse_source
+        self.features = features
         self._is_told = plan.method.uses_target_labels(plan.config)
         if not wait:
             _ = self.config, self.method
@@ -274,6 +280,8 @@ class Run:
         if self.probe and name in row:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = time.perf_counter() - started
+        if self.features:
+            self._save_features(stage)
         self._finish_stage(stage, row, statistics, seconds)
         yield StageFinished(stage, name, row, statistics, seconds)
 
@@ -359,6 +367,13 @@ class Run:
         shown = self.method.show(images, generator)
         if shown:
             write_tensors(self.folder / "samples.safetensors", {"original": images, **shown})
+
+    def _save_features(self, stage: int) -> None:
+        """Keeps the embedding of some test images after a stage."""
+        found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
+        if found:
+            about = {"domains": list(self.stream.order), "classes": list(self.stream.classes), "stage": stage}
+            write_tensors(self.folder / f"features-{stage}.safetensors", found, about)
 
     def _write_predictions(self) -> None:
         """What the final model says about every image of the domains that have no labels of their own."""

@@ -170,6 +170,7 @@ def _work(run: Run) -> dict[str, Any]:
         "folder": os.fspath(run.folder),
         "probe": run.probe,
         "reuse_source": run.reuse_source,
+        "features": run.features,
         "capture": run.capture,
     }
 
@@ -288,7 +289,8 @@ def _same_run(work: Mapping[str, Any]) -> Run | None:
         return None
     if _identity(plan) != work["same"]:
         return None
-    run = Run(plan, work["folder"], probe=work["probe"], capture=work["capture"], reuse_source=work["reuse_source"])
+    options = {name: work[name] for name in ("probe", "capture", "reuse_source", "features")}
+    run = Run(plan, work["folder"], **options)
     return run if run.config["fingerprint"] == work["fingerprint"] else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ratp.config import as_dict
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.inference import classify, run_in_chunks
+from ratp.inference import classify, embed, run_in_chunks
 from ratp.memory import Memory
 from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
@@ -318,6 +318,10 @@ class NetworkMethod(Method):
     def predict(self, images: Tensor) -> Tensor:
         """Logits of uint8 images."""
         return classify(self.network, images, self.scaling)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embeddings of uint8 images, by the network's running statistics."""
+        return embed(self.network, images, self.scaling)
 
     def remember(self, images: Tensor, labels: Tensor) -> dict[str, float]:
         """Puts the exemplars of a domain into the memory."""

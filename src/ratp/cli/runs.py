@@ -53,7 +53,13 @@ Probe = Annotated[
         "--probe/--no-probe", help="Measure the new domain after every epoch of its stage. Changes no result."
     ),
 ]
-
+Features = Annotated[
+    bool,
+    typer.Option(
+        "--features",
+        help="Keep embeddings of some test images after every stage; the report draws them. Changes no result.",
+    ),
+]
 ReuseSource = Annotated[
     bool,
     typer.Option(
@@ -111,6 +117,7 @@ def run(
         str, typer.Option(help="Classes of a target that the source does not have: stop, or drop their images.")
     ] = "stop",
     probe: Probe = False,
+    features: Features = False,
     reuse_source: ReuseSource = True,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -148,9 +155,12 @@ def run(
         ]
         plans = _resolve_all(requests, [*problems, *wrong])
         if len(plans) == 1:
-            current = Run(plans[0], out or _default_folder(plans[0]), probe=probe, reuse_source=reuse_source)
+            folder = out or _default_folder(plans[0])
+            current = Run(plans[0], folder, probe=probe, features=features, reuse_source=reuse_source)
         else:
-            several = _prepare_all(plans, _folders(plans, out), probe=probe, reuse_source=reuse_source)
+            several = _prepare_all(
+                plans, _folders(plans, out), probe=probe, features=features, reuse_source=reuse_source
+            )
     if len(plans) > 1:
         _run_several(several, out, at_once, quiet=quiet, json_=json_)
         return
@@ -267,7 +277,12 @@ def _of_method(problem: str, methods: set[str], known: set[str]) -> str:
 
 
 def _prepare_all(
-    plans: Sequence[RunPlan], folders: Sequence[Path], *, probe: bool, reuse_source: bool = False
+    plans: Sequence[RunPlan],
+    folders: Sequence[Path],
+    *,
+    probe: bool,
+    features: bool = False,
+    reuse_source: bool = False,
 ) -> list[Run]:
     """A run for every plan, with its images loaded, or all that hinders them."""
     runs: list[Run] = []
@@ -278,7 +293,7 @@ def _prepare_all(
         raise ConfigError(f"the same run is asked for twice: {names}. Give every seed, order and method once.")
     for plan, folder in zip(plans, folders, strict=True):
         try:
-            runs.append(Run(plan, folder, probe=probe, reuse_source=reuse_source))
+            runs.append(Run(plan, folder, probe=probe, features=features, reuse_source=reuse_source))
         except ConfigError as error:
             problems += error.problems
         except RatpError as error:

@@ -32,7 +32,7 @@ from ratp.config import as_dict, switch
 from ratp.copies import three_draws
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.inference import classify
+from ratp.inference import classify, embed
 from ratp.memory import Memory
 from ratp.method import Method, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
@@ -180,6 +180,10 @@ class RaTP(Method):
     def predict(self, images: Tensor) -> Tensor:
         """Logits of uint8 images."""
         return classify(self.network, images, self.scaling)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embeddings of uint8 images, by the network's running statistics."""
+        return embed(self.network, images, self.scaling)
 
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Three RandMix draws of the images."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.inference import classify
+from ratp.inference import classify, embed
 from ratp.method import Method, Phase, Setting, pack, unpack
 from ratp.parts.sgd import SGDConfig
 from ratp.training import SupervisedPhase
@@ -52,6 +52,10 @@ class SourceOnly(Method):
     def predict(self, images: Tensor) -> Tensor:
         """Logits of uint8 images."""
         return classify(self.network, images, self.scaling)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Embeddings of uint8 images."""
+        return embed(self.network, images, self.scaling)
 
     def state(self) -> dict[str, Tensor]:
         """The network."""
