@@ -80,6 +80,11 @@ def test_nothing_else_needs_triton(module):
     assert "triton" not in foreign(module)
 
 
+@pytest.mark.parametrize("module", [m for m in FILES if m != "ratp.on_ray"])
+def test_only_one_module_needs_ray(module):
+    assert "ray" not in foreign(module)
+
+
 @pytest.mark.parametrize("module", within("ratp.data"))
 def test_data_knows_nothing_of_methods_and_runs(module):
     above = ("ratp.method", "ratp.methods", "ratp.run", "ratp.plan", "ratp.report", "ratp.cli", "ratp.stream")
@@ -100,7 +105,7 @@ def test_a_method_knows_neither_runs_nor_streams_nor_evaluation(module):
 
 @pytest.mark.parametrize("module", within("ratp.report"))
 def test_a_report_reads_files_only(module):
-    below = {"ratp.errors", "ratp.files", "ratp.matrix", "ratp.record"}
+    below = {"ratp.errors", "ratp.files", "ratp.matrix", "ratp.record", "ratp.statistics", "ratp.study_record"}
     assert {name for name in own(module) if not name.startswith("ratp.report")} <= below
 
 
@@ -189,7 +194,7 @@ def test_every_module_says_what_it_is_for(module):
     assert ast.get_docstring(tree(module))
 
 
-LAZY = ("torchvision", "timm", "matplotlib", "sklearn", "PIL", "typer", "rich", "jinja2")
+LAZY = ("torchvision", "timm", "matplotlib", "sklearn", "PIL", "typer", "rich", "jinja2", "ray")
 
 
 def test_importing_the_package_stays_quick():

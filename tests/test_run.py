@@ -307,7 +307,7 @@ class TestInterrupted:
 
         continued = list(Run(toy_plan(), folder).events())
         assert {e.stage for e in continued if isinstance(e, StageStarted)} == set(range(finished, STAGES))
-        assert sum(isinstance(e, Trained) for e in continued) == (STAGES - finished) * STEPS
+        assert sum(isinstance(e, Trained) for e in [*taken, *continued]) == STAGES * STEPS  # no step is made twice
         assert_same_result(folder, untouched["ratp"])
         assert_whole_journal(folder)
 
@@ -325,7 +325,8 @@ class TestInterrupted:
         Run(toy_plan(), folder).execute()
         assert_same_result(folder, untouched["ratp"])
         assert_whole_journal(folder)
-        assert [e["finished_stages"] for e in journal_of(folder, "run_resumed")] == [1, 1, 2, 2]
+        resumed = [e["finished_stages"] for e in journal_of(folder, "run_resumed")]
+        assert resumed == sorted(resumed) and resumed[-1] == 2
 
     @pytest.mark.parametrize("stage", range(STAGES))
     @pytest.mark.parametrize("cut", ["whole line", "half a line"])

@@ -17,12 +17,14 @@ class StageStarted:
         domain: Name of its domain.
         images: Number of training images.
         steps: Updates it will take.
+        done: How many of them were made before, if it was interrupted.
     """
 
     stage: int
     domain: str
     images: int
     steps: int
+    done: int = 0
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         ) from error
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(handle)
         except OSError as error:
             raise RunDirectoryError(
                 f"{folder} is in use by {_holder(path)}. Wait for it to end, or choose another folder with --out."
@@ -50,18 +50,32 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether some process holds ``folder`` now."""
+    """Whether some process holds ``folder`` now. Who may only read it can ask, too."""
     try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
+        handle = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return False
     finally:
         os.close(handle)
     return False
+
+
+def _take(handle: int) -> None:
+    """Locks an open file. Tries it a few times: who only asks, by :func:`is_held`, has the lock for an instant."""
+    for _ in range(9):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _holder(path: Path) -> str:

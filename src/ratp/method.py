@@ -61,6 +61,7 @@ class Setting:
     weights: Weights | None = None
     precision: Precision = "fp32"
     models: SourceModels | None = None
+    transient: ClassVar[bool] = True  # nothing in it ever changes
 
     def scaling(self) -> Scaling:
         """From stored images to what the network sees."""
@@ -122,6 +123,14 @@ class Phase(ABC):
     @abstractmethod
     def finish(self) -> dict[str, float]:
         """Work after the last epoch (memory, old model); returns what to record of it."""
+
+    def make_ready(self, begun: int, finished: bool) -> None:
+        """Makes the objects that exist by the time so many epochs have begun, or all are finished.
+
+        Called in place of training when a stage goes on in its middle, before everything gets its values back. A phase
+        that makes its objects when it is built, and later only tensors and numbers, has nothing to do.
+        """
+        del begun, finished
 
 
 class PhaseShape(Protocol):
@@ -220,7 +229,48 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def train(phases: Sequence[Phase], *, capture: bool = False) -> Iterator[Tick | dict[str, float]]:
+class Progress:
+    """Where in its phases a training is, with what it has summed up there: all that the loop keeps.
+
+    Attributes:
+        phase: Number of the phase.
+        epoch: Its epoch.
+        begun: Whether ``begin_epoch`` was called for it.
+        statistics: What that returned.
+        means: Sums over the epoch so far.
+    """
+
+    def __init__(self) -> None:
+        self.phase = 0
+        self.epoch = 0
+        self.begun = False
+        self.statistics: dict[str, float] = {}
+        self.means = _Means()
+
+    @property
+    def epochs_begun(self) -> int:
+        """Epochs of the phase that have begun."""
+        return self.epoch + self.begun
+
+    def begin(self, phase: Phase) -> None:
+        """Begins the epoch, unless it has been begun."""
+        if not self.begun:
+            self.statistics = phase.begin_epoch(self.epoch)
+            self.means.clear()
+            self.begun = True
+
+    def next_epoch(self) -> None:
+        """The epoch is over."""
+        self.epoch, self.begun = self.epoch + 1, False
+
+    def next_phase(self) -> None:
+        """The phase is over."""
+        self.phase, self.epoch, self.begun, self.statistics, self.means = self.phase + 1, 0, False, {}, _Means()
+
+
+def train(
+    phases: Sequence[Phase], *, capture: bool = False, progress: Progress | None = None
+) -> Iterator[Tick | dict[str, float]]:
     """The loop: drives phases to their end, yielding a tick a step and, last, each ``finish`` record.
 
     Captured steps come a few at a time, with one tick.
@@ -228,24 +278,28 @@ def train(phases: Sequence[Phase], *, capture: bool = False) -> Iterator[Tick | 
     Args:
         phases: What to train.
         capture: Whether to capture the steps of phases that allow it. It changes no result.
+        progress: Where to go on, kept up to date; None: from the start.
     """
-    for phase in phases:
-        yield from _train_phase(phase, capture)
+    progress = progress or Progress()
+    while progress.phase < len(phases):
+        yield from _train_phase(phases[progress.phase], capture, progress)
 
 
-def _train_phase(phase: Phase, capture: bool) -> Iterator[Tick | dict[str, float]]:
-    means = _Means()
+def _train_phase(phase: Phase, capture: bool, progress: Progress) -> Iterator[Tick | dict[str, float]]:
+    means = progress.means
     captures, bunch = capture and phase.captures, bunches(phase.steps)
     with stepper(lambda: means.add(phase.step()), phase.generators, capture=captures, bunch=bunch) as update:
-        for epoch in range(phase.epochs):
-            statistics = phase.begin_epoch(epoch)
-            means.clear()
+        while progress.epoch < phase.epochs:
+            progress.begin(phase)
             while means.steps < phase.steps:
                 made = update(phase.steps - means.steps)
                 means.steps += made
                 done = means.steps == phase.steps
-                yield Tick(phase, epoch, means.steps, made, means.reader(), statistics, done)
-    yield phase.finish()
+                yield Tick(phase, progress.epoch, means.steps, made, means.reader(), progress.statistics, done)
+            progress.next_epoch()
+    record = phase.finish()
+    progress.next_phase()
+    yield record
 
 
 class Method(ABC):

@@ -1,7 +1,7 @@
 """A run: one method on one stream with one seed, and its directory.
 
-After every stage the whole method is saved, together with the accuracies so far, in one file that is
-replaced in one step. Whatever interrupts a run, the same command continues it with the stage it was in, and
+After every stage the whole method is saved, together with the accuracies so far, in one file that is replaced in one
+step; within a stage there is a checkpoint now and then. Whatever interrupts a run, the same command continues it, and
 the result is the one an undisturbed run gives.
 """
 
@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -37,17 +38,52 @@ from ratp.files import (
 )
 from ratp.lock import LOCK_FILE, exclusive
 from ratp.matrix import Matrix
-from ratp.method import Method, Phase, Tick, train, unpack
+from ratp.method import Method, Phase, Progress, Tick, train, unpack
+from ratp.midstage import Checkpoint, Checkpoints
 from ratp.plan import RunPlan
 from ratp.precision import use_precision
 from ratp.randomness import Randomness
 from ratp.record import RunRecord, read_journal, read_run
+from ratp.snapshot import Marks
 from ratp.source_models import SourceModels
 from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
+SAVE_EVERY = 120.0
 FEATURE_COUNT = 200  # of a domain
 _START_ANEW = "Remove the folder to start anew, or choose another with --out."
+
+
+@dataclass
+class _Stage:
+    """A stage under way.
+
+    Attributes:
+        stage: Its number.
+        phases: What it trains.
+        images: Number of its images.
+        marks: How method and phases were when it began.
+        progress: Where in its phases it is.
+        done: Steps made.
+        seconds: Time it took before this process.
+        statistics: What its finished phases recorded.
+        events: What the journal said of it before this process.
+    """
+
+    stage: int
+    phases: Sequence[Phase]
+    images: int
+    marks: Marks
+    progress: Progress
+    done: int = 0
+    seconds: float = 0.0
+    statistics: dict[str, float] = field(default_factory=dict)
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole stage."""
+        return sum(phase.epochs * phase.steps for phase in self.phases)
 
 
 @final
@@ -64,6 +100,7 @@ class Run:
         capture: Whether training steps on a GPU run as CUDA graphs. It changes no result.
         reuse_source: Whether a network that an earlier run trained on the same source in the same way may be taken, and
             this run's be kept. It changes no result.
+        save_every: Seconds between two checkpoints within a stage; None: none. It changes no result.
         features: Whether to keep embeddings of some test images after every stage, for the report's picture of them. It
             changes no result.
         wait: Whether to load the images when they are needed first, not here: many runs can then be planned at once.
@@ -77,6 +114,7 @@ class Run:
         probe: bool = False,
         capture: bool = True,
         reuse_source: bool = False,
+        save_every: float | None = SAVE_EVERY,
         features: bool = False,
         wait: bool = False,
     ) -> None:
@@ -86,6 +124,7 @@ class Run:
         self.capture = capture
         self.reuse_source = reuse_source
         self.features = features
+        self.save_every = save_every
         self._is_told = plan.method.uses_target_labels(plan.config)
         if not wait:
             _ = self.config, self.method
@@ -179,20 +218,8 @@ class Run:
 
     def _check_folder(self) -> None:
         """Refuses a folder that is not this run's, before anything is written to it."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            present = {item.name for item in self.folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
-        except OSError as error:
-            raise RunDirectoryError(
-                f"cannot use {self.folder} as a run directory: {error.strerror}. Choose another folder with --out."
-            ) from error
-        if not present:
+        if not holds_run(self.folder):
             return
-        if "config.json" not in present:
-            some = ", ".join(sorted(present)[:3])
-            raise RunDirectoryError(
-                f"{self.folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
-            )
         try:
             there = read_json(self.folder / "config.json")
         except RunDirectoryError as error:
@@ -207,20 +234,42 @@ class Run:
             )
 
     def _open(self) -> None:
-        """Starts the directory, or takes up the run where its last finished stage left it."""
-        self.method = self.plan.build_method(self.stream, self._models)
-        self.matrix = Matrix(self.stream.order)
+        """Starts the directory, or takes up the run where its last finished stage, or a checkpoint, left it."""
+        self._checkpoints = Checkpoints(self.folder, self.config["fingerprint"], self.save_every)
         remove_leftovers(self.folder)
-        state_file = self.folder / "state.safetensors"
+        state_file, journal = self.folder / "state.safetensors", self.folder / "journal.jsonl"
+        finished = self._load_state()
         if not state_file.exists():
             self._refuse_lost_state(state_file)
-            write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
+            if next(self._checkpoints.found(0), None) is None:
+                self._start()
+                return
+        # The state is what counts: matrix and journal are brought in line with it.
+        kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
+        kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
+        write_text(journal, "".join(json.dumps(e) + "\n" for e in kept))
+        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        if not (self.folder / "environment.json").exists():
             write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
-            write_json(self.folder / "matrix.json", self.matrix.to_json())
-            write_text(self.folder / "journal.jsonl", "")
-            self._save_samples()
-            self._note("run_started")
-            return
+        if not self.matrix.complete:
+            self._note("run_resumed", finished_stages=self.matrix.stages)
+
+    def _start(self) -> None:
+        """Writes what a directory begins with."""
+        write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
+        write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
+        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        write_text(self.folder / "journal.jsonl", "")
+        self._save_samples()
+        self._note("run_started")
+
+    def _load_state(self) -> list[dict[str, Any]]:
+        """Builds the method and brings it to the end of the last finished stage; returns the journal of these."""
+        self.method = self.plan.build_method(self.stream, self._models)
+        self.matrix = Matrix(self.stream.order)
+        state_file = self.folder / "state.safetensors"
+        if not state_file.exists():
+            return []
         try:
             state, about = read_tensors(state_file)
             if about["fingerprint"] != self.config["fingerprint"]:
@@ -230,16 +279,7 @@ class Run:
             self.method.load_state(state)
         except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {_START_ANEW}") from error
-        # The state is what counts: matrix and journal are brought in line with it.
-        journal = self.folder / "journal.jsonl"
-        kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
-        kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
-        write_text(journal, "".join(json.dumps(e) + "\n" for e in kept))
-        write_json(self.folder / "matrix.json", self.matrix.to_json())
-        if not (self.folder / "environment.json").exists():
-            write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
-        if not self.matrix.complete:
-            self._note("run_resumed", finished_stages=self.matrix.stages)
+        return finished
 
     def _refuse_lost_state(self, state_file: Path) -> None:
         """Never trains over results whose state has gone."""
@@ -253,37 +293,107 @@ class Run:
 
     def _stage(self, stage: int) -> Iterator[Event]:
         name = self.stream.order[stage]
-        phases, images = self._phases(stage)
-        total = sum(phase.epochs * phase.steps for phase in phases)
-        yield StageStarted(stage, name, images, total)
-        self._note("stage_started", stage=stage, domain=name, images=images, steps=total)
+        work = self._prepare(stage)
+        yield StageStarted(stage, name, work.images, work.total, work.done)
+        self._note_start(name, work)
         started = epoch_started = time.perf_counter()
-        statistics: dict[str, float] = {}
-        done = 0
-        if self.probe:
+        if self.probe and not work.done:
             yield from self._measure(stage, 0.0)
-        for moment in train(phases, capture=self.capture and self.plan.device.type == "cuda"):
-            if not isinstance(moment, Tick):
-                statistics |= moment
-                continue
-            done += moment.made
-            yield Trained(stage, name, moment)
-            if moment.epoch_done:
-                self._note_epoch(stage, moment, epoch_started)
-                if self.probe and done < total:
-                    yield from self._measure(stage, done / total)
-                epoch_started = time.perf_counter()
+        saved = False
         try:
-            row = {test.name: accuracy(self.method, test) for test in self.stream.tests if test is not None}
-        except TrainingError as error:
-            raise self._ruined(stage, str(error)) from error
+            for moment in train(work.phases, capture=self._captures, progress=work.progress):
+                saved = False
+                if not isinstance(moment, Tick):
+                    work.statistics |= moment
+                    continue
+                work.done += moment.made
+                if moment.epoch_done:
+                    self._note_epoch(stage, moment, epoch_started)
+                    epoch_started = time.perf_counter()
+                probes = self.probe and moment.epoch_done and work.done < work.total
+                saved = probes  # between probes there is nothing to go on with
+                yield Trained(stage, name, moment)
+                if probes:
+                    yield from self._measure(stage, work.done / work.total)
+                    epoch_started, saved = time.perf_counter(), False
+                if self._checkpoints.due:
+                    self._save_checkpoint(work, time.perf_counter() - started)
+                    saved = True
+        except GeneratorExit:
+            if self.save_every is not None and not saved:
+                self._save_checkpoint(work, time.perf_counter() - started)
+            raise
+        row = self._row(stage)
         if self.probe and name in row:
             yield self._probed(stage, 1.0, {name: row[name]})
-        seconds = time.perf_counter() - started
+        seconds = work.seconds + time.perf_counter() - started
         if self.features:
             self._save_features(stage)
-        self._finish_stage(stage, row, statistics, seconds)
-        yield StageFinished(stage, name, row, statistics, seconds)
+        self._finish_stage(stage, row, work.statistics, seconds)
+        self._checkpoints.remove()
+        yield StageFinished(stage, name, row, work.statistics, seconds)
+
+    @property
+    def _captures(self) -> bool:
+        return self.capture and self.plan.device.type == "cuda"
+
+    def _prepare(self, stage: int) -> _Stage:
+        """The phases of a stage, as its latest usable checkpoint left them, or from the start."""
+        for checkpoint in (*self._checkpoints.found(stage), None):
+            phases, images = self._phases(stage)
+            number, epochs = checkpoint.place if checkpoint else (0, 0)
+            for earlier in phases[:number]:
+                earlier.make_ready(earlier.epochs, finished=True)
+            for current in phases[number : number + 1]:
+                current.make_ready(epochs, finished=False)
+            progress = Progress()
+            marks = Marks({"progress": progress, "phases": list(phases), "method": self.method})
+            work = _Stage(stage, phases, images, marks, progress)
+            if checkpoint is None:
+                return work
+            try:
+                marks.restore(checkpoint.snapshot)
+            except RatpError:
+                self._load_state()  # it may be half restored
+                continue
+            work.done, work.seconds = checkpoint.done, checkpoint.seconds
+            work.statistics, work.events = dict(checkpoint.statistics), checkpoint.events
+            return work
+        raise AssertionError("unreachable")
+
+    def _note_start(self, name: str, work: _Stage) -> None:
+        """Notes the start of a stage, or what the journal had said of it before it was interrupted."""
+        if work.done:
+            for event in work.events:
+                self._append(event)
+            self._note("stage_resumed", stage=work.stage, domain=name, done=work.done)
+        else:
+            self._note("stage_started", stage=work.stage, domain=name, images=work.images, steps=work.total)
+
+    def _save_checkpoint(self, work: _Stage, seconds: float) -> None:
+        """Keeps where a stage is."""
+        events: list[Mapping[str, Any]] = [
+            e for e in read_journal(self.folder / "journal.jsonl") if e.get("stage") == work.stage
+        ]
+        snapshot = work.marks.snapshot()
+        self._checkpoints.save(
+            Checkpoint(
+                stage=work.stage,
+                snapshot=snapshot,
+                place=(work.progress.phase, work.progress.epochs_begun),
+                done=work.done,
+                seconds=work.seconds + seconds,
+                statistics=dict(work.statistics),
+                events=events,
+            )
+        )
+
+    def _row(self, stage: int) -> dict[str, float]:
+        """Accuracies after a stage."""
+        try:
+            return {test.name: accuracy(self.method, test) for test in self.stream.tests if test is not None}
+        except TrainingError as error:
+            raise self._ruined(stage, str(error)) from error
 
     def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
         device = self.plan.device
@@ -399,6 +509,27 @@ class Run:
                 file.write(json.dumps(event, allow_nan=False) + "\n")
         except OSError as error:
             raise RunDirectoryError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run. One that does not exist is made.
+
+    Raises:
+        RunDirectoryError: If it cannot be used, or holds other files and no run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        present = {item.name for item in folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
+        ) from error
+    if present and "config.json" not in present:
+        some = ", ".join(sorted(present)[:3])
+        raise RunDirectoryError(
+            f"{folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
+        )
+    return bool(present)
 
 
 def _now() -> str:

@@ -68,12 +68,12 @@ class RunProcess:
             while True:
                 answer = self._read()
                 if "event" in answer:
-                    yield _decoded(answer)
+                    yield decoded(answer)
                     continue
                 ended = True
                 if "finished" in answer:
                     return
-                _fail(answer)
+                fail(answer)
         finally:
             if not ended:
                 self.close()
@@ -147,7 +147,21 @@ def _work(run: Run) -> dict[str, Any]:
     Raises:
         OtherPlanError: If the plan was made by hand.
     """
-    plan, request = run.plan, run.plan.request
+    return {
+        **described(run.plan),
+        "fingerprint": run.config["fingerprint"],
+        "folder": os.fspath(run.folder),
+        "options": options_of(run),
+    }
+
+
+def described(plan: RunPlan) -> dict[str, Any]:
+    """A plan as another process can be told of it: plain data, to resolve again.
+
+    Raises:
+        OtherPlanError: If the plan was made by hand.
+    """
+    request = plan.request
     if request is None:
         raise OtherPlanError
     values = as_dict(plan.recipe) | as_dict(plan.config)
@@ -162,17 +176,31 @@ def _work(run: Run) -> dict[str, Any]:
             "on_bad": plan.data.on_bad,
             "extra_classes": plan.data.extra_classes,
         },
+        "weights": plan.weights_from,  # auto may be something else there
+        "precision": plan.precision,
     }
-    return {
-        "request": asked,
-        "same": _identity(plan),
-        "fingerprint": run.config["fingerprint"],
-        "folder": os.fspath(run.folder),
-        "probe": run.probe,
-        "reuse_source": run.reuse_source,
-        "features": run.features,
-        "capture": run.capture,
-    }
+    return {"request": asked, "same": _identity(plan)}
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    """How a run is made, beside its plan; it changes no result."""
+    return {name: getattr(run, name) for name in ("probe", "capture", "reuse_source", "features", "save_every")}
+
+
+def planned(work: Mapping[str, Any]) -> RunPlan:
+    """The plan that another process describes.
+
+    Raises:
+        ConfigError: If it cannot be made here.
+        OtherPlanError: If it is another here.
+    """
+    asked = dict(work["request"])
+    data = asked.pop("data")
+    folder = None if data["folder"] is None else Path(data["folder"])
+    plan = resolve(RunRequest(**asked, data=DataOptions(folder, data["on_bad"], data["extra_classes"])))
+    if _identity(plan) != work["same"]:
+        raise OtherPlanError
+    return plan
 
 
 def _paths(targets: Sequence[Path | str] | Path | str) -> list[str]:
@@ -185,7 +213,18 @@ def _identity(plan: RunPlan) -> list[str]:
     return [plan.digest(), str(plan.device), plan.precision, plan.preset]
 
 
-def _fail(answer: Mapping[str, Any]) -> NoReturn:
+def told(error: Exception) -> dict[str, Any]:
+    """An error as another process can be told of it."""
+    if isinstance(error, OtherPlanError):
+        return {"other": True}
+    if isinstance(error, ConfigError):
+        return {"kind": "ConfigError", "problems": error.problems}
+    if isinstance(error, RatpError):
+        return {"kind": type(error).__name__, "message": str(error)}
+    return {"kind": "RatpError", "message": unexpected(error)}
+
+
+def fail(answer: Mapping[str, Any]) -> NoReturn:
     """Raises what a process reports."""
     if "other" in answer:
         raise OtherPlanError
@@ -203,7 +242,8 @@ class _PhaseElsewhere:
     steps: int
 
 
-def _encoded(event: Event) -> dict[str, Any]:
+def encoded(event: Event) -> dict[str, Any]:
+    """An event as plain data."""
     if not isinstance(event, Trained):
         return {"event": type(event).__name__, **asdict(event)}
     tick = event.tick
@@ -217,7 +257,8 @@ def _encoded(event: Event) -> dict[str, Any]:
     }
 
 
-def _decoded(answer: dict[str, Any]) -> Event:
+def decoded(answer: dict[str, Any]) -> Event:
+    """The event that plain data describe."""
     kind = answer.pop("event")
     if kind != "Trained":
         return _EVENTS[kind](**answer)
@@ -258,40 +299,32 @@ def _make(work: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None], no
     """Makes one run and tells all about it."""
     try:
         run = _same_run(work)
-        if run is None:
-            send({"other": True})
-            return
         with closing(run.events()) as events:
             for event in events:
-                send(_encoded(event))
+                send(encoded(event))
                 if nobody.is_set():
                     return
         send({"finished": True})
     except (BrokenPipeError, ConnectionResetError):
         raise
-    except ConfigError as error:
-        send({"kind": "ConfigError", "problems": error.problems})
-    except RatpError as error:
-        send({"kind": type(error).__name__, "message": str(error)})
     except Exception as error:
-        send({"kind": "RatpError", "message": unexpected(error)})
+        send(told(error))
 
 
-def _same_run(work: Mapping[str, Any]) -> Run | None:
-    """The run asked for; None if it is another than in the process that asks."""
-    asked = dict(work["request"])
-    data = asked.pop("data")
-    folder = None if data["folder"] is None else Path(data["folder"])
-    request = RunRequest(**asked, data=DataOptions(folder, data["on_bad"], data["extra_classes"]))
+def _same_run(work: Mapping[str, Any]) -> Run:
+    """The run asked for.
+
+    Raises:
+        OtherPlanError: If it is another than in the process that asks.
+    """
     try:
-        plan = resolve(request)
-    except ConfigError:
-        return None
-    if _identity(plan) != work["same"]:
-        return None
-    options = {name: work[name] for name in ("probe", "capture", "reuse_source", "features")}
-    run = Run(plan, work["folder"], **options)
-    return run if run.config["fingerprint"] == work["fingerprint"] else None
+        plan = planned(work)
+    except ConfigError as error:
+        raise OtherPlanError from error
+    run = Run(plan, work["folder"], **work["options"])
+    if run.config["fingerprint"] != work["fingerprint"]:
+        raise OtherPlanError
+    return run
 
 
 def unexpected(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -58,8 +59,7 @@ def run_all(
     Raises:
         ConfigError: If ``at_once`` is no number of runs.
     """
-    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
-        raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
+    check_at_once(at_once)
     work = _Work(runs, on_event, on_end)
     for group in _groups(runs):
         members = [runs[index] for index in group]
@@ -76,6 +76,16 @@ def run_all(
         else:
             work.at_once(group, [_ProcessLane() for _ in range(count)])
     return work.done()
+
+
+def check_at_once(at_once: int | None) -> None:
+    """Refuses what is no number of runs.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+        raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
 
 
 def auto(runs: Sequence[Run]) -> int:
@@ -224,6 +234,7 @@ class _Work:
         if self._on_end is not None and index in self._results:
             self._guarded(partial(self._on_end, run, self._results[index]))
             run.forget()
+            _forget_frames(self._results[index])
 
     def _attempt(self, index: int, run: Run, events_of: Callable[[Run], Generator[Event, None, None]]) -> None:
         try:
@@ -240,7 +251,7 @@ class _Work:
         except OtherPlanError:
             raise
         except torch.OutOfMemoryError as error:
-            self._results[index] = _memory_error(run, error)
+            self._results[index] = memory_error(run, error)
         except Exception as error:
             failed = RatpError(unexpected(error))
             failed.__cause__ = error
@@ -267,7 +278,15 @@ class _Work:
             raise self._failure
 
 
-def _memory_error(run: Run, error: Exception) -> RatpError:
+def _forget_frames(result: Result) -> None:
+    """Lets an error forget the variables of all it passed through: images and networks are among them."""
+    error: BaseException | None = result if isinstance(result, RatpError) else None
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def memory_error(run: Run, error: Exception) -> RatpError:
     """Too little memory, in a sentence; it holds on to no tensor of the run."""
     reason = str(error).partition(". ")[0]
     return RatpError(

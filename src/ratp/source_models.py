@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ratp.errors import RunDirectoryError
-from ratp.files import read_tensors, write_tensors
+from ratp.files import hash_of, read_tensors, write_tensors
 from ratp.notes import Note
 
 # Networks kept; the one that was used least recently goes first.
@@ -40,6 +40,8 @@ class SourceModels:
         folder: Where they lie; made if need be.
         about: What they depend on, beside the method: everything but the code, as plain data.
     """
+
+    transient: ClassVar[bool] = True
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -62,7 +64,7 @@ class SourceModels:
         path = self._path(key)
         with suppress(OSError, RunDirectoryError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, tensors, {"key": path.stem, "hash": _hash_of(tensors)})
+            write_tensors(path, tensors, {"key": path.stem, "hash": hash_of(tensors)})
             kept = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
             for file in kept[:-MOST]:
                 file.unlink()
@@ -113,6 +115,8 @@ class SharedTraining:
         network: What is to be trained.
     """
 
+    transient: ClassVar[bool] = True
+
     def __init__(self, models: SourceModels | None, key: Mapping[str, Any], network: nn.Module) -> None:
         self._models, self._key, self._network = models, key, network
         self._found = models.find(key) if models else None
@@ -138,20 +142,11 @@ def _read(path: Path) -> dict[str, Tensor] | None:
         tensors, about = read_tensors(path)
     except RunDirectoryError:
         return None
-    if about.get("key") != path.stem or about.get("hash") != _hash_of(tensors):
+    if about.get("key") != path.stem or about.get("hash") != hash_of(tensors):
         return None
     with suppress(OSError):
         path.touch()
     return tensors
-
-
-def _hash_of(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 @cache

@@ -9,36 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ratp.errors import RatpError, RunDirectoryError
-from ratp.files import read_json, safe_name, write_json
+from ratp.config import as_dict
+from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
+from ratp.files import is_leftover, read_json, safe_name, write_json
 from ratp.lock import is_held
 from ratp.matrix import Matrix
+from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import RunPlan
 from ratp.record import RunRecord, read_run
 from ratp.run import Run
 from ratp.side_by_side import Listener, Result, run_all
+from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
 ABOUT, FAILURES = "study.json", "failures"
 State = Literal["finished", "running", "interrupted", "failed", "waiting"]
+# Makes runs as run_all does.
+Executor = Callable[..., list[Result]]
 STATES: tuple[State, ...] = ("finished", "running", "interrupted", "failed", "waiting")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a table of a study calls a run: the variant's name, or the method's.
-
-    Attributes:
-        grid: Number of the grid, from 0.
-        label: Name of the method or variant.
-        sweep: Name and value of the switch that is swept; None: it is not one of a sweep.
-    """
-
-    grid: int
-    label: str
-    sweep: tuple[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,26 +87,47 @@ class Study:
 
     def state(self, entry: Entry) -> State:
         """What became of one run."""
-        if entry.result is not None or _is_finished(entry.folder):
+        if entry.result is not None or _is_finished(entry):
             return "finished"
         if is_held(entry.folder):
             return "running"
-        if self._failure_file(entry).exists():
+        if _exists(self._failure_file(entry)):
             return "failed"
-        return "interrupted" if (entry.folder / "config.json").exists() else "waiting"
+        return "interrupted" if _exists(entry.folder / "config.json") else "waiting"
 
     def reason(self, entry: Entry) -> str:
         """Why a run failed."""
         try:
-            return str(read_json(self._failure_file(entry)).get("error", "no reason was kept"))
+            kept = str(read_json(self._failure_file(entry)).get("error", ""))
         except RatpError:
-            return "no reason was kept"
+            kept = ""
+        return kept.strip() or "no reason was kept"
 
     def record(self, entry: Entry) -> RunRecord | None:
         """A run that came to its end; None if it has not."""
         if entry.result is not None:
             return entry.result
-        return read_run(entry.folder) if _is_finished(entry.folder) else None
+        return read_run(entry.folder) if _is_finished(entry) else None
+
+    def results(self) -> StudyRecord:
+        """The study as its report sees it: every run asked for, with its result if it came to its end."""
+        asked = []
+        for entry in self.entries:
+            plan, state = entry.plan, self.state(entry)
+            reason = self.reason(entry) if state == "failed" else ""
+            record = self.record(entry)
+            asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record))
+        return StudyRecord(self.title, told_apart(asked), self._usual())
+
+    def _usual(self) -> dict[tuple[int, str], Any]:
+        """The value of every swept switch in the grid's plain run."""
+        swept = {(row.grid, row.sweep[0]) for entry in self.entries for row in entry.rows if row.sweep}
+        usual: dict[tuple[int, str], Any] = {}
+        for entry in self.entries:
+            plain = {row.grid for row in entry.rows if row.sweep is None and not row.is_variant}
+            values = as_dict(entry.plan.recipe) | as_dict(entry.plan.config)
+            usual |= {(grid, name): values[name] for grid, name in swept if grid in plain}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in usual.items()}
 
     def claim(self) -> None:
         """Marks the folder as this study's.
@@ -124,7 +136,7 @@ class Study:
             RunDirectoryError: If it is another's, or cannot be written.
         """
         about = self.folder / ABOUT
-        if about.exists():
+        if _exists(about):
             other = read_json(about).get("study")
             if other != self.name:
                 raise RunDirectoryError(
@@ -132,25 +144,34 @@ class Study:
                 )
             return
         try:
-            present = sorted(item.name for item in self.folder.iterdir()) if self.folder.exists() else []
+            self.folder.mkdir(parents=True, exist_ok=True)
+            present = sorted(item.name for item in self.folder.iterdir() if not is_leftover(item))
             if present:
                 raise RunDirectoryError(
                     f"{self.folder} holds other files ({', '.join(present[:3])}) and no study. "
                     "Choose an empty or new folder with --out."
                 )
-            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunDirectoryError(f"cannot use {self.folder} for a study: {error.strerror}.") from error
+            raise RunDirectoryError(
+                f"cannot use {self.folder} for a study: {error.strerror}. Choose another with --out."
+            ) from error
         write_json(about, {"study": self.name, "title": self.title})
 
     def note_failure(self, entry: Entry, error: Exception) -> None:
-        """Keeps the reason why a run failed."""
+        """Keeps the reason why a run failed.
+
+        Raises:
+            RunDirectoryError: If the folder cannot be written.
+        """
         file = self._failure_file(entry)
-        file.parent.mkdir(exist_ok=True)
+        try:
+            file.parent.mkdir(exist_ok=True)
+        except OSError as failure:
+            raise RunDirectoryError(f"cannot write {file.parent}: {failure.strerror}.") from failure
         write_json(file, {"run": entry.title, "error": str(error)})
 
     def clear_failure(self, entry: Entry) -> None:
-        """Forgets an earlier failure: the run is tried again, or has come to its end."""
+        """Forgets an earlier failure: the run has come to its end."""
         self._failure_file(entry).unlink(missing_ok=True)
 
     def with_results(self, records: Iterable[RunRecord]) -> Study:
@@ -174,6 +195,7 @@ def run_study(
     at_once: int | None = None,
     on_event: Listener | None = None,
     on_end: Callable[[Entry, Result], None] | None = None,
+    on: Executor = run_all,
 ) -> None:
     """Makes all runs that have not come to their end, side by side; what was interrupted or failed goes on.
 
@@ -184,6 +206,7 @@ def run_study(
         at_once: As for :func:`ratp.side_by_side.run_all`.
         on_event: Likewise.
         on_end: Told what became of a run, by one thread at a time.
+        on: What makes the runs, as :func:`find_executor` names it.
     """
     todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
     runs = [Run(entry.plan, entry.folder, reuse_source=True, wait=True) for entry in todo]
@@ -191,14 +214,34 @@ def run_study(
 
     def ended(run: Run, result: Result) -> None:
         entry = by_run[id(run)]
-        if isinstance(result, RatpError) and not is_held(entry.folder):  # another process may have been quicker
-            study.note_failure(entry, result)
-        elif not isinstance(result, RatpError):
+        if not isinstance(result, RatpError):
             study.clear_failure(entry)
+        elif study.state(entry) not in ("finished", "running"):  # another process may have been quicker
+            study.note_failure(entry, result)
         if on_end is not None:
             on_end(entry, result)
 
-    run_all(runs, at_once=at_once, on_event=on_event, on_end=ended)
+    on(runs, at_once=at_once, on_event=on_event, on_end=ended)
+
+
+def find_executor(on: str = "local", ray_address: str | None = None) -> Executor:
+    """What makes runs: ``local`` for this machine, ``ray`` for a cluster (:mod:`ratp.on_ray`).
+
+    Args:
+        on: Its name.
+        ray_address: Address of the cluster, if Ray is not to look for one.
+
+    Raises:
+        ConfigError: If there is no such, or it cannot be used.
+    """
+    if on not in ("local", "ray"):
+        raise ConfigError(unknown("place to run on", on, ("local", "ray")))
+    if on == "ray":
+        check_ray(ray_address)
+        return partial(run_all_on_ray, address=ray_address)
+    if ray_address is not None:
+        raise ConfigError("an address of a Ray cluster needs --on ray.")
+    return run_all
 
 
 def run_name(plan: RunPlan) -> str:
@@ -206,13 +249,21 @@ def run_name(plan: RunPlan) -> str:
     return f"{safe_name(plan.title)}-{plan.digest()[:12]}"
 
 
-def _is_finished(folder: Path) -> bool:
-    """Whether a run directory holds a run that came to its end."""
-    if not (folder / "weights.safetensors").exists():
+def _is_finished(entry: Entry) -> bool:
+    """Whether a run's directory holds it, not another, and it came to its end."""
+    if not _exists(entry.folder / "weights.safetensors"):
         return False
     try:
-        return Matrix.from_json(read_json(folder / "matrix.json")).complete
-    except (RatpError, KeyError, TypeError, ValueError):
+        matrix, config = (read_json(entry.folder / f"{name}.json") for name in ("matrix", "config"))
+        return Matrix.from_json(matrix).complete and _decided(config) == _decided(entry.plan.decisions())
+    except RatpError:
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long a name, or no permission
         return False
 
 

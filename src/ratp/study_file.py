@@ -31,18 +31,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ratp.errors import ConfigError, unknown
 from ratp.files import safe_name
 from ratp.methods import METHODS
-from ratp.plan import DEFAULT_PRESET, RunRequest, resolve
-from ratp.study import Entry, Row, Study, run_name
+from ratp.plan import DEFAULT_PRESET, RunRequest, find_device, resolve
+from ratp.precision import find_precision
+from ratp.study import Entry, Study, run_name
+from ratp.study_record import Row
 
 Values = Mapping[str, Any]
 # Row, method, preset and switches.
 _Case = tuple[Row, str, str, Values]
 
 _TOP = {"title": str, "grid": list}
-_GRID: Mapping[str, type | tuple[type, ...]] = {
+_GRID: Mapping[str, type] = {
     "stream": str,
     "orders": list,
     "methods": list,
@@ -54,8 +58,11 @@ _GRID: Mapping[str, type | tuple[type, ...]] = {
     "sweep": dict,
     "variant": list,
 }
-_VARIANT: Mapping[str, type | tuple[type, ...]] = {"name": str, "method": str, "preset": str, "set": dict}
-_KINDS = {str: "a text", list: "a list", bool: "true or false", dict: "a table"}
+_VARIANT: Mapping[str, type] = {"name": str, "method": str, "preset": str, "set": dict}
+_KINDS: Mapping[type, str] = {str: "a text", list: "a list", bool: "true or false", dict: "a table"}
+_TABLES = {"grid": "[[grid]]", "variant": "[[grid.variant]]"}
+# A message names at most so many rows.
+_MOST_ROWS = 3
 
 
 def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | None = None) -> Study:
@@ -71,57 +78,83 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
     """
     path = Path(path)
     content = _parsed(path)
+    base, asked_wrongly = _checked(base or RunRequest())
     problems = _wrong_keys(content, _TOP, "")
     grids = content.get("grid", [])
     if not grids:
-        problems.append(f"{path.name} has no runs: it needs a [[grid]] with a stream and methods.")
+        problems.append("it has no runs: it needs a [[grid]] with a stream and methods.")
     cases: list[tuple[Row, RunRequest]] = []
     for number, grid in enumerate(grids if isinstance(grids, list) else []):
-        reader = _GridReader(number, grid, base or RunRequest())
+        reader = _GridReader(number, grid, base)
         cases += reader.cases()
         problems += reader.problems
-    if problems:
-        raise ConfigError([f"{path.name}: {problem}" for problem in dict.fromkeys(problems)])
     place = folder or Path("runs") / "studies" / safe_name(path.stem)
-    return Study(str(content.get("title", path.stem)), path, place, _entries(cases, place, path.name))
+    entries, wrong = _entries(cases, place)
+    if asked_wrongly or problems or wrong:
+        raise ConfigError([*asked_wrongly, *(f"{path.name}: {p}" for p in dict.fromkeys([*problems, *wrong]))])
+    return Study(_line(content.get("title", path.stem)), path, place, entries)
+
+
+def _checked(base: RunRequest) -> tuple[RunRequest, list[str]]:
+    """What the file does not say, without what is wrong with it; that is no mistake of the file."""
+    problems: list[str] = []
+    device = torch.device("cpu")
+    try:
+        device = find_device(base.device)
+    except ConfigError as error:
+        problems += error.problems
+        base = replace(base, device="auto")
+    try:
+        find_precision(base.precision, device)
+    except ConfigError as error:
+        problems += error.problems
+        base = replace(base, precision="auto")
+    return base, problems
 
 
 class _GridReader:
-    """Reads one grid."""
+    """Reads one grid. A mistake hides no other: what is wrong is left out, and the rest is read."""
 
     def __init__(self, number: int, grid: Any, base: RunRequest) -> None:
         self._number, self._base = number, base
         self._where = f"grid {number + 1}"
-        self._grid: dict[str, Any] = grid if isinstance(grid, dict) else {}
+        given: dict[str, Any] = grid if isinstance(grid, dict) else {}
         self.problems: list[str] = [] if isinstance(grid, dict) else [f"{self._where} must be a table, [[grid]]."]
-        self.problems += _wrong_keys(self._grid, _GRID, f"{self._where}: ")
+        self.problems += _wrong_keys(given, _GRID, f"{self._where}: ")
+        self._given = given.keys()
+        self._grid: dict[str, Any] = {
+            key: value for key, value in given.items() if isinstance(value, _GRID.get(key, ()))
+        }
 
     def cases(self) -> list[tuple[Row, RunRequest]]:
-        """Every run asked for, in the order of the file; none if something is wrong."""
-        if self.problems:
+        """Every run asked for, in the order of the file."""
+        if not self._given:
+            self.problems = self.problems or [f"{self._where} is empty: it needs a stream and methods."]
             return []
-        if "stream" not in self._grid:
+        if "stream" not in self._given:
             self.problems.append(f'{self._where} names no stream, e.g. stream = "digits".')
         rows = [*self._methods(), *self._variants(), *self._sweep()]
-        if not rows and not self.problems:
-            self.problems.append(f"{self._where} is empty: it needs methods, variants or a sweep.")
-        orders = self._listed("orders", ["default"], (str,))
-        seeds = self._listed("seeds", [2022], (int,))
-        if self.problems:
-            return []
-        stream = replace(
+        self.problems += [f"{self._where} has two rows called {name!r}." for name in _repeated(rows)]
+        if not rows and not self._given & {"methods", "variant", "sweep"}:
+            self.problems.append(f"{self._where} has no runs: it needs methods, variants or a sweep.")
+        orders = self._listed("orders", ["default"], str, "texts")
+        seeds = self._listed("seeds", [2022], int, "whole numbers")
+        stream = self._grid.get("stream")
+        request = replace(
             self._base,
-            stream=self._grid["stream"],
+            stream=self._base.stream if stream is None else stream,
             subset=self._grid.get("subset", False),
             precision=self._grid.get("precision", self._base.precision),
         )
         return [
-            (row, replace(stream, method=method, preset=preset, changes=changes, order=order, seed=seed))
-            for (row, method, preset, changes), order, seed in product(rows, orders, seeds)
+            (row, replace(request, method=method, preset=preset, changes=changes, order=order, seed=seed))
+            for (row, method, preset, changes), order, seed in product(
+                rows, orders if stream is not None else ["default"], seeds
+            )
         ]
 
     def _methods(self) -> list[_Case]:
-        names = self._listed("methods", [], (str,))
+        names = self._listed("methods", [], str, "texts")
         names = [name for given in names for name in (METHODS if given == "all" else [given])]
         return [(Row(self._number, name), name, self._preset, self._changes) for name in dict.fromkeys(names)]
 
@@ -133,22 +166,21 @@ class _GridReader:
                 self.problems.append(f"{where} must be a table, [[grid.variant]].")
                 continue
             wrong = _wrong_keys(variant, _VARIANT, f"{where}: ")
-            wrong += [f"{where} has no {key}." for key in ("name", "method") if key not in variant]
+            texts = {key: _line(variant.get(key, "")) for key in ("name", "method")}
+            wrong += [f"{where} has no {key}." for key, text in texts.items() if not text]
             self.problems += wrong
             if not wrong:
                 changes = {**self._changes, **_switches(variant.get("set", {}))}
-                row = Row(self._number, variant["name"])
-                found.append((row, variant["method"], variant.get("preset", self._preset), changes))
-        repeated = sorted({row.label for row, *_ in found if [r.label for r, *_ in found].count(row.label) > 1})
-        self.problems += [f"{self._where} has two variants called {name!r}." for name in repeated]
+                row = Row(self._number, texts["name"], is_variant=True)
+                found.append((row, texts["method"], variant.get("preset", self._preset), changes))
         return found
 
     def _sweep(self) -> list[_Case]:
         """The values of each swept switch, one switch at a time, with the grid's only method."""
         swept = _flat(self._grid.get("sweep", {}))
+        methods = self._grid.get("methods", [])
         if not swept:
             return []
-        methods = self._grid.get("methods", [])
         if len(methods) != 1 or methods == ["all"]:
             self.problems.append(f"{self._where} sweeps switches of one method: it must name just that one.")
             return []
@@ -157,9 +189,9 @@ class _GridReader:
             if not isinstance(values, list) or not values:
                 self.problems.append(f"{self._where}: sweep of {name} must list values, e.g. [0.5, 0.9].")
                 continue
-            for value in values:
-                row = Row(self._number, f"{methods[0]}, {name} {value}", (name, value))
-                found.append((row, methods[0], self._preset, {**self._changes, name: value}))
+            for value in map(_hashable, values):
+                row = Row(self._number, f"{methods[0]}, {name} {_written(value)}", (name, value))
+                found.append((row, str(methods[0]), self._preset, {**self._changes, name: value}))
         return found
 
     @cached_property
@@ -170,55 +202,86 @@ class _GridReader:
     def _changes(self) -> Values:
         return _switches(self._grid.get("set", {}))
 
-    def _listed(self, key: str, usual: list[Any], kinds: tuple[type, ...]) -> list[Any]:
+    def _listed(self, key: str, usual: list[Any], kind: type, kinds: str) -> list[Any]:
+        """The values of a list that are what they should be; the usual ones if there are none."""
         values = self._grid.get(key, usual)
-        wrong = [value for value in values if not isinstance(value, kinds) or isinstance(value, bool)]
+        right = [value for value in values if isinstance(value, kind) and not isinstance(value, bool)]
+        wrong = [_shown(value) for value in values if not isinstance(value, kind) or isinstance(value, bool)]
         if wrong:
-            self.problems.append(f"{self._where}: {key} lists {wrong[0]!r}, which is no {kinds[0].__name__}.")
-        if not values and key in self._grid and key != "methods":
+            self.problems.append(f"{self._where}: {key} must be {kinds}, got {', '.join(wrong)}.")
+        if not values and key in self._grid:
             self.problems.append(f"{self._where}: {key} is empty.")
-        return list(values)
+        return right or usual
 
 
-def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path, file: str) -> tuple[Entry, ...]:
-    """Plans of all cases, the same run once."""
-    problems: dict[str, None] = {}
+def _repeated(rows: Sequence[_Case]) -> list[str]:
+    """What several rows are called, so that no table could tell them apart."""
+    labels = [row.label for row, *_ in rows]
+    return sorted({label for label in labels if labels.count(label) > 1})
+
+
+def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path) -> tuple[tuple[Entry, ...], list[str]]:
+    """Plans of all cases, the same run once; and what hinders them, the same mistake of several rows once."""
+    wrong: dict[tuple[int, str], dict[str, None]] = {}
+    labels: dict[int, dict[str, None]] = {}
+    streams: dict[str, Mapping[str, str]] = {}
     found: dict[str, Entry] = {}
     for row, request in cases:
+        labels.setdefault(row.grid, {})[row.label] = None
         try:
             plan = resolve(request)
+            if streams.setdefault(plan.spec.name, plan.spec.domains) != plan.spec.domains:
+                raise ConfigError(
+                    f"two streams are called {plan.spec.name!r}: give one another name, in a .toml file of its own."
+                )
         except ConfigError as error:
-            problems.update(dict.fromkeys(f"{file}: grid {row.grid + 1}, {row.label}: {p}" for p in error.problems))
+            for problem in error.problems:
+                wrong.setdefault((row.grid, problem), {})[row.label] = None
             continue
         name = run_name(plan)
         known = found.get(name)
         rows = (*known.rows, row) if known else (row,)
         found[name] = Entry(plan, folder / name, tuple(dict.fromkeys(rows)))
-    if problems:
-        raise ConfigError(list(problems))
-    return tuple(found.values())
+    problems = []
+    for (grid, problem), affected in wrong.items():
+        some = [*list(affected)[:_MOST_ROWS], *(["…"] if len(affected) > _MOST_ROWS else [])]
+        where = "" if len(affected) == len(labels[grid]) else f", {'; '.join(some)}"
+        problems.append(f"grid {grid + 1}{where}: {problem}")
+    return tuple(found.values()), problems
 
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a mark
     except OSError as error:
         raise ConfigError(f"cannot read the study {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text in UTF-8.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too long a number, too deep a list
         raise ConfigError(f"{path} is no TOML: {error}.") from error
 
 
-def _wrong_keys(table: Values, known: Mapping[str, Any], where: str) -> list[str]:
+def _wrong_keys(table: Values, known: Mapping[str, type], where: str) -> list[str]:
     """A sentence for every name that does not exist and every value of another kind."""
     wrong = []
     for key, value in table.items():
         if key not in known:
             wrong.append(f"{where}{unknown('key', key, known)}")
+        elif key in _TABLES and isinstance(value, dict):
+            wrong.append(f"{where}{key} must be written {_TABLES[key]}, with two brackets.")
         elif not isinstance(value, known[key]):
-            wrong.append(f"{where}{key} must be {_KINDS[known[key]]}, got {value!r}.")
+            wrong.append(f"{where}{key} must be {_KINDS[known[key]]}, got {_shown(value)}.")
     return wrong
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: lists and tables by their kind, for they may be long."""
+    return _KINDS[type(value)] if isinstance(value, list | dict) else repr(value)
+
+
+def _line(text: Any) -> str:
+    """A text on one line."""
+    return " ".join(str(text).split())
 
 
 def _flat(table: Values, prefix: str = "") -> dict[str, Any]:
@@ -231,4 +294,14 @@ def _flat(table: Values, prefix: str = "") -> dict[str, Any]:
 
 def _switches(table: Values) -> dict[str, Any]:
     """Values of switches by dotted name."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in _flat(table).items()}
+    return {name: _hashable(value) for name, value in _flat(table).items()}
+
+
+def _hashable(value: Any) -> Any:
+    """A list as a tuple."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _written(value: Any) -> str:
+    """A value of a switch, as one gives it to ``--set``."""
+    return ",".join(map(_written, value)) if isinstance(value, tuple) else str(value)

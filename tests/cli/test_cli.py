@@ -105,7 +105,7 @@ class TestRun:
         assert len(os.listdir("runs")) == 1
 
     def test_the_usual_run_has_a_plain_name(self, monkeypatch):
-        monkeypatch.setattr(Run, "events", lambda self: iter(()))
+        monkeypatch.setattr(Run, "events", lambda self: (event for event in ()))
         monkeypatch.setattr(Run, "record", lambda self: print(self.folder))
         assert ratp("run", "--method", "source-only", "-q").out == "runs/demo-source-only-2022\n"
 

@@ -166,7 +166,7 @@ def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
     )
     run = SimpleNamespace(plan=toy_plan("source-only"), stream=SimpleNamespace(order=("a",)))
     display = progress._Lines(run, Console(file=io.StringIO()))
-    progress._show([Trained(0, "a", tick)] * 50, display)
+    progress._show([Trained(0, "a", tick)] * 50, display, progress.Stop())
     assert reads == []
 
 

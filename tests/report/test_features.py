@@ -16,6 +16,7 @@ from ratp.files import read_tensors, write_tensors
 from ratp.randomness import Randomness
 from ratp.record import read_run
 from ratp.report.features import MOST, feature_maps
+from ratp.report.page import write_report
 from ratp.report.style import encode
 from ratp.run import Run
 
@@ -138,3 +139,13 @@ def test_not_more_points_than_t_sne_can_take(runs, tmp_path, monkeypatch):
     figure = module.feature_maps(replace(read_run(runs / "with"), path=tmp_path))
     assert sum(len(part.get_offsets()) for part in figure.axes[0].collections) == MOST
     assert len(figure.axes[1].collections) == 2
+
+
+def test_the_report_shows_them(runs, tmp_path):
+    page = write_report([read_run(runs / "with"), read_run(runs / "without")], tmp_path)
+    html = page.read_text()
+    assert html.count("Embeddings of ratp") == 1
+    assert (tmp_path / "features.png").read_bytes().startswith(b"\x89PNG")
+    other = write_report([read_run(runs / "without")], tmp_path / "other")
+    assert "Embeddings of ratp" not in other.read_text()
+    assert not (tmp_path / "other" / "features.png").exists()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Protocol
 
 from rich.console import Console
@@ -41,43 +43,85 @@ class Display(Protocol):
 
 def follow(run: Run, console: Console, *, quiet: bool) -> None:
     """Drives a run to its end and shows it. Ctrl-C ends the program with a word on how to go on."""
-    with interruptible(console):
-        _follow(run, console, quiet=quiet)
+    with interruptible(console) as stop:
+        _follow(run, console, stop, quiet=quiet)
 
 
 def follow_all(
     runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None
 ) -> list[RunRecord | RatpError]:
     """Drives runs side by side and shows them, as :func:`follow` does; an error is the result of its run only."""
-    with interruptible(console):
+    with interruptible(console) as stop:
         if quiet:
-            return run_all(runs, at_once=at_once)
+            return run_all(runs, at_once=at_once, on_event=lambda run, event: stop.check())
         with _displays(runs, console) as show:
             watchers = {id(run): _Watcher(show(run, label)) for run, label in zip(runs, labels(runs), strict=True)}
-            results = run_all(runs, at_once=at_once, on_event=lambda run, event: watchers[id(run)].see(event))
+
+            def see(run: Run, event: Event) -> None:
+                watchers[id(run)].see(event)
+                stop.check()
+
+            results = run_all(runs, at_once=at_once, on_event=see)
     for run, result in zip(runs, results, strict=True):
         if isinstance(result, RunRecord) and not watchers[id(run)].any_event:
             _say_complete(run, console)
     return results
 
 
+class Stop:
+    """Whether somebody asked the program to stop."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def ask(self, number: int, frame: object) -> None:
+        """Takes a signal: the first is a request, the second is meant."""
+        del frame
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def check(self) -> None:
+        """To be called between two steps.
+
+        Raises:
+            KeyboardInterrupt: If it is time to stop.
+        """
+        if self.signal is not None:
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def interruptible(console: Console) -> Iterator[None]:
-    """Within the block, Ctrl-C ends the program with a word on how to go on."""
+def interruptible(console: Console, *, between_steps: bool = True) -> Iterator[Stop]:
+    """Within the block, Ctrl-C and SIGTERM end the program between two steps, with a word on how to go on.
+
+    Whoever is stopped there keeps where it was. A second Ctrl-C does not wait for the step.
+
+    Args:
+        console: Where to say so.
+        between_steps: Whether somebody checks between steps; if not, Ctrl-C ends the program at once.
+    """
+    stop, before = Stop(), {}
+    if between_steps and threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield stop
     except KeyboardInterrupt:
-        console.print("\n[yellow]Interrupted.[/] The same command continues with the stage it was in.", soft_wrap=True)
-        sys.exit(130)
+        console.print("\n[yellow]Interrupted.[/] The same command goes on where it was.", soft_wrap=True)
+        sys.exit(128 + (stop.signal or signal.SIGINT))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _follow(run: Run, console: Console, *, quiet: bool) -> None:
-    if quiet:
-        for _ in run.events():
-            pass
-        return
-    with _displays([run], console) as show:
-        trained = _show(run.events(), show(run, None))
+def _follow(run: Run, console: Console, stop: Stop, *, quiet: bool) -> None:
+    with closing(run.events()) as events:
+        if quiet:
+            for _ in events:
+                stop.check()
+            return
+        with _displays([run], console) as show:
+            trained = _show(events, show(run, None), stop)
     if not trained:
         _say_complete(run, console)
 
@@ -100,11 +144,12 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [" ".join(part) for part in parts]
 
 
-def _show(events: Iterable[Event], display: Display) -> bool:
+def _show(events: Iterable[Event], display: Display, stop: Stop) -> bool:
     """Shows events until there are no more; tells whether there was any."""
     watcher = _Watcher(display)
     for event in events:
         watcher.see(event)
+        stop.check()
     return watcher.any_event
 
 
@@ -114,21 +159,22 @@ class _Watcher:
     def __init__(self, display: Display) -> None:
         self._display = display
         self._shown_at = self._stage_started = time.perf_counter()
-        self._steps = 0
+        self._steps = self._before = 0
         self.any_event = False
 
     def see(self, event: Event) -> None:
         """Takes the next event."""
         self.any_event = True
         if isinstance(event, StageStarted):
-            self._stage_started, self._steps = time.perf_counter(), 0
+            self._stage_started, self._steps, self._before = time.perf_counter(), event.done, event.done
             self._display.start(event)
         elif isinstance(event, Trained):
             self._steps += event.tick.made
             now = time.perf_counter()
             if now - self._shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
                 self._shown_at = now
-                self._display.step(event, self._steps, self._steps / max(now - self._stage_started, 1e-9))
+                speed = (self._steps - self._before) / max(now - self._stage_started, 1e-9)
+                self._display.step(event, self._steps, speed)
         elif isinstance(event, StageFinished):
             self._display.finish(event)
 
@@ -162,7 +208,7 @@ class _Bars:
 
     def start(self, event: StageStarted) -> None:
         name = f"[bold]{escape(self._run.plan.method.name)}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
-        self._progress.reset(self._task, total=event.steps or None, description=name, note="")
+        self._progress.reset(self._task, total=event.steps or None, completed=event.done, description=name, note="")
 
     def step(self, event: Trained, done: int, speed: float) -> None:
         self._progress.update(self._task, completed=done, note=f"{_note(event.tick)} {speed:.1f}/s")
@@ -181,9 +227,9 @@ class _OneOfMany:
     def start(self, event: StageStarted) -> None:
         name = f"[bold]{escape(_shortened(self._label))}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
         if self._task is None:
-            self._task = self._progress.add_task(name, total=event.steps or None, note="")
+            self._task = self._progress.add_task(name, total=event.steps or None, completed=event.done, note="")
         else:
-            self._progress.reset(self._task, total=event.steps or None, description=name, note="")
+            self._progress.reset(self._task, total=event.steps or None, completed=event.done, description=name, note="")
 
     def step(self, event: Trained, done: int, speed: float) -> None:
         assert self._task is not None
@@ -213,7 +259,8 @@ class _Lines:
     def start(self, event: StageStarted) -> None:
         self._steps = event.steps
         where = f"{self._label or self._run.plan.method.name} stage {_place(self._run, event.stage)} {event.domain}"
-        self._print(f"{where}: {event.images} images, {event.steps} steps")
+        before = f", {event.done} of them made before" if event.done else ""
+        self._print(f"{where}: {event.images} images, {event.steps} steps{before}")
 
     def step(self, event: Trained, done: int, speed: float) -> None:
         if time.perf_counter() - self._printed_at < SECONDS_BETWEEN_LINES:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -19,7 +19,7 @@ from ratp.files import safe_name
 from ratp.methods import METHODS
 from ratp.plan import DEFAULT_PRESET, RunPlan, RunRequest, resolve
 from ratp.record import RunRecord
-from ratp.run import Run
+from ratp.run import SAVE_EVERY, Run
 
 DEMO_METHODS = ("source-only", "ratp")
 
@@ -51,6 +51,14 @@ Probe = Annotated[
     bool,
     typer.Option(
         "--probe/--no-probe", help="Measure the new domain after every epoch of its stage. Changes no result."
+    ),
+]
+SaveEvery = Annotated[
+    float,
+    typer.Option(
+        "--save-every",
+        help="Seconds between two checkpoints within a stage; 0: stages are the only ones. Changes no result.",
+        min=0.0,
     ),
 ]
 Features = Annotated[
@@ -118,6 +126,7 @@ def run(
     ] = "stop",
     probe: Probe = False,
     features: Features = False,
+    save_every: SaveEvery = SAVE_EVERY,
     reuse_source: ReuseSource = True,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -154,13 +163,17 @@ def run(
             for method, order, seed in combinations
         ]
         plans = _resolve_all(requests, [*problems, *wrong])
+        how: dict[str, Any] = {
+            "probe": probe,
+            "features": features,
+            "reuse_source": reuse_source,
+            "save_every": save_every or None,
+        }
         if len(plans) == 1:
             folder = out or _default_folder(plans[0])
-            current = Run(plans[0], folder, probe=probe, features=features, reuse_source=reuse_source)
+            current = Run(plans[0], folder, **how)
         else:
-            several = _prepare_all(
-                plans, _folders(plans, out), probe=probe, features=features, reuse_source=reuse_source
-            )
+            several = _prepare_all(plans, _folders(plans, out), **how)
     if len(plans) > 1:
         _run_several(several, out, at_once, quiet=quiet, json_=json_)
         return
@@ -276,15 +289,8 @@ def _of_method(problem: str, methods: set[str], known: set[str]) -> str:
     return f"{', '.join(sorted(methods))}: {problem}" if methods and methods != known else problem
 
 
-def _prepare_all(
-    plans: Sequence[RunPlan],
-    folders: Sequence[Path],
-    *,
-    probe: bool,
-    features: bool = False,
-    reuse_source: bool = False,
-) -> list[Run]:
-    """A run for every plan, with its images loaded, or all that hinders them."""
+def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -> list[Run]:
+    """A run for every plan, made as ``how`` says, with its images loaded; or all that hinders them."""
     runs: list[Run] = []
     problems: list[str] = []
     repeated = {str(folder) for folder in folders if list(folders).count(folder) > 1}
@@ -293,7 +299,7 @@ def _prepare_all(
         raise ConfigError(f"the same run is asked for twice: {names}. Give every seed, order and method once.")
     for plan, folder in zip(plans, folders, strict=True):
         try:
-            runs.append(Run(plan, folder, probe=probe, features=features, reuse_source=reuse_source))
+            runs.append(Run(plan, folder, **how))
         except ConfigError as error:
             problems += error.problems
         except RatpError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from ratp.errors import ConfigError, RunDirectoryError
 from ratp.plan import RunRequest
 from ratp.record import RunRecord, read_run
 from ratp.stream import DataOptions
-from ratp.study import STATES, Entry, State, Study
+from ratp.study import STATES, Entry, State, Study, find_executor
 from ratp.study_file import read_study
 
 app = typer.Typer(help="Studies: a grid of methods, orders, seeds and switches in a TOML file.", no_args_is_help=True)
@@ -32,6 +31,11 @@ Out = Annotated[Path | None, typer.Option(help="Folder of its runs; default runs
 Known = Annotated[
     list[Path] | None,
     typer.Option(help="Exported results, or folders of them: what they hold need not be run; repeatable."),
+]
+On = Annotated[str, typer.Option(help="Where to make the runs: local, or ray for a Ray cluster.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(help="The cluster: HOST:PORT, auto for the one running here, local to start one; default either."),
 ]
 _STYLES: dict[State, str] = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
 
@@ -46,27 +50,33 @@ def run(
     device: Device = "auto",
     precision: Precision = "auto",
     jobs: Jobs = "auto",
+    on: On = "local",
+    ray_address: RayAddress = None,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
     """Make all runs of a study that are not finished. The same command continues it."""
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
+    try:
+        executor = find_executor(on, ray_address)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
     if problems:
         raise ConfigError(problems)
     base = RunRequest(device=device, precision=precision, weights=weights, data=DataOptions(data))
     study = _read(file, out, known, base)
     study.claim()
-    follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once)
+    follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
     _tell(study, json_=json_, quiet=quiet)
     if any(state != "finished" for state in study.states().values()):
         raise typer.Exit(2)
 
 
 @app.command()
-def status(file: File, out: Out = None, known: Known = None, json_: Json = False) -> None:
+def status(file: File, out: Out = None, known: Known = None, weights: Weights = "auto", json_: Json = False) -> None:
     """Say what became of every run of a study."""
-    _tell(_read(file, out, known), json_=json_, quiet=False)
+    _tell(_read(file, out, known, RunRequest(weights=weights)), json_=json_, quiet=False)
 
 
 @app.command()
@@ -75,31 +85,20 @@ def report(
     out: Out = None,
     known: Known = None,
     to: Annotated[Path | None, typer.Option(help="Folder for the report; default `report` in the study's.")] = None,
+    weights: Weights = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Compare the finished runs of a study; what is missing is named, never filled in."""
-    from ratp.report.page import write_report
-    from ratp.report.terminal import print_report
+    from ratp.report.study import print_study, write_study
 
-    study = _read(file, out, known)
-    records = named_records(study)
-    if not records:
+    study = _read(file, out, known, RunRequest(weights=weights))
+    results = study.results()
+    if not results.records():
         raise RunDirectoryError(f"no run of {study.name} is finished yet. Next: ratp study run {file}")
-    page = write_report(records, to or study.folder / "report")
+    page = write_study(results, to or study.folder / "report")
     if not quiet:
-        print_report(records, stdout())
-        _tell(study, json_=False, quiet=False)
+        print_study(results, stdout())
         say(f"Report: {page}")
-
-
-def named_records(study: Study) -> list[RunRecord]:
-    """The finished runs, each called as the study calls it; one that it calls by several names appears as often."""
-    records = []
-    for entry in study.entries:
-        record = study.record(entry)
-        if record is not None:
-            records += [replace(record, name=label) for label in dict.fromkeys(row.label for row in entry.rows)]
-    return records
 
 
 def _read(file: Path, out: Path | None, known: Sequence[Path] | None, base: RunRequest | None = None) -> Study:
@@ -109,13 +108,17 @@ def _read(file: Path, out: Path | None, known: Sequence[Path] | None, base: RunR
 
 def _results(path: Path) -> list[RunRecord]:
     """The results in a file, or in all files of a folder and its folders."""
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist. --known takes exported results or folders of them.")
-    return [read_run(file) for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+    try:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist. --known takes exported results or folders of them.")
+        files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. --known takes exported results.") from error
+    return [read_run(file) for file in files]
 
 
 def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
-    """The states of all runs: a table of numbers, or all of them as data."""
+    """The states of all runs: a table of numbers, or all of them as data. Failures are told even to who wants quiet."""
     states = study.states()
     failed = {entry.name: study.reason(entry) for entry in study.entries if states[entry.name] == "failed"}
     if json_:
@@ -125,12 +128,14 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
             for entry in study.entries
         ]
         print_json({"study": study.name, "title": study.title, "folder": str(study.folder), "runs": runs})
-    elif not quiet:
+        return
+    if not quiet:
         _print_states(study.title, study.entries, states, stdout())
-        for entry in study.entries:
-            if entry.name in failed:
-                reason = failed[entry.name].strip().splitlines()[-1]
-                stderr().print(f"[bold red]failed:[/] {escape(f'{entry.title}: {reason}')}", soft_wrap=True)
+    for entry in study.entries:
+        if entry.name in failed:
+            reason = failed[entry.name].splitlines()[-1]
+            stderr().print(f"[bold red]failed:[/] {escape(f'{entry.title}: {reason}')}", soft_wrap=True)
+    if not quiet:
         say(f"Runs: {study.folder}")
 
 

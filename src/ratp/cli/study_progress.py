@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,17 +16,20 @@ from ratp.events import Event, StageFinished, StageStarted, Trained
 from ratp.matrix import METRICS
 from ratp.report.cells import duration
 from ratp.run import Run
-from ratp.side_by_side import Result
-from ratp.study import Entry, Study, run_study
+from ratp.side_by_side import Result, run_all
+from ratp.study import Entry, Executor, Study, run_study
 
 
-def follow_study(study: Study, console: Console, *, quiet: bool, at_once: int | None = None) -> None:
+def follow_study(
+    study: Study, console: Console, *, quiet: bool, at_once: int | None = None, on: Executor = run_all
+) -> None:
     """Makes all runs of a study and shows it. Ctrl-C ends the program with a word on how to go on."""
-    with interruptible(console):
+    make = partial(run_study, study, at_once=at_once, on=on)
+    with interruptible(console, between_steps=on is run_all) as stop:
         if quiet:
-            run_study(study, at_once=at_once)
+            make(on_event=lambda run, event: stop.check())
             return
-        todo = [entry for entry in study.entries if study.state(entry) != "finished"]
+        todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
         watcher = _Watcher(todo)
         console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} runs to make", soft_wrap=True)
         if not console.is_terminal:
@@ -33,7 +38,11 @@ def follow_study(study: Study, console: Console, *, quiet: bool, at_once: int | 
                 line = watcher.ended(entry, result)
                 console.print(f"{line}, {watcher.left}" if watcher.left else line, markup=False, soft_wrap=True)
 
-            run_study(study, at_once=at_once, on_event=watcher.see, on_end=tell)
+            def see(run: Run, event: Event) -> None:
+                watcher.see(run, event)
+                stop.check()
+
+            make(on_event=see, on_end=tell)
             return
         columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TaskProgressColumn()
         with Progress(
@@ -45,12 +54,27 @@ def follow_study(study: Study, console: Console, *, quiet: bool, at_once: int | 
                 watcher.see(run, event)
                 name = f"{watcher.done_runs}/{len(todo)} runs"
                 bars.update(task, completed=watcher.done, description=name, left=watcher.left)
+                stop.check()
 
             def end(entry: Entry, result: Result) -> None:
                 mark = "[red]✗[/]" if isinstance(result, RatpError) else "[green]✓[/]"
                 console.print(f"{mark} {escape(watcher.ended(entry, result))}", soft_wrap=True)
 
-            run_study(study, at_once=at_once, on_event=show, on_end=end)
+            make(on_event=show, on_end=end)
+
+
+@dataclass
+class _Stages:
+    """Stages of a run: those it need not make, those it made, and how far it is in the one it is at."""
+
+    missed: float = 0
+    whole: int = 0
+    steps: int = 0
+    steps_made: int = 0
+
+    @property
+    def made(self) -> float:
+        return self.whole + self.steps_made / max(self.steps, 1)
 
 
 class _Watcher:
@@ -65,20 +89,18 @@ class _Watcher:
     def __init__(self, todo: list[Entry]) -> None:
         self.total = sum(len(entry.plan.order) for entry in todo)
         self._started = time.perf_counter()
-        self._whole = 0.0
-        self._parts: dict[int, tuple[int, int]] = {}
-        self._missed = 0.0  # stages that were finished before
+        self._stages: dict[str, _Stages] = {}
         self._runs = len(todo)
         self.done_runs = 0
 
     @property
     def done(self) -> float:
-        return self._whole + self._missed + sum(made / max(steps, 1) for made, steps in self._parts.values())
+        return sum(stages.missed + stages.made for stages in self._stages.values())
 
     @property
     def left(self) -> str:
         """How long the rest will take, if all goes on as it has."""
-        made = self.done - self._missed
+        made = sum(stages.made for stages in self._stages.values())
         if made <= 0.02 or self.done_runs == self._runs:
             return ""
         seconds = (time.perf_counter() - self._started) / made * max(self.total - self.done, 0.0)
@@ -87,19 +109,19 @@ class _Watcher:
     def see(self, run: Run, event: Event) -> None:
         """Takes an event of a run."""
         if isinstance(event, StageStarted):
-            if id(run) not in self._parts:
-                self._missed += event.stage
-            self._parts[id(run)] = (0, event.steps)
+            stages = self._stages.setdefault(run.folder.name, _Stages(missed=event.stage))
+            stages.steps, stages.steps_made = event.steps, 0
         elif isinstance(event, Trained):
-            made, steps = self._parts[id(run)]
-            self._parts[id(run)] = (made + event.tick.made, steps)
+            self._stages[run.folder.name].steps_made += event.tick.made
         elif isinstance(event, StageFinished):
-            self._whole += 1
-            self._parts[id(run)] = (0, 1)
+            stages = self._stages[run.folder.name]
+            stages.whole, stages.steps_made = stages.whole + 1, 0
 
     def ended(self, entry: Entry, result: Result) -> str:
         """A line about a run that ended."""
         self.done_runs += 1
+        stages = self._stages.setdefault(entry.name, _Stages())
+        stages.missed = len(entry.plan.order) - stages.made  # where it failed, none of the rest is to come
         if isinstance(result, RatpError):
             return f"{entry.title}: {str(result).strip().splitlines()[-1]}"
         numbers = "  ".join(f"{metric} {result.matrix.average(metric):.1f}" for metric in METRICS)

@@ -239,6 +239,11 @@ class GSFDAPhase(Phase):
         self._bank = Bank(*run_in_chunks(self._network, embed_and_classify, self._batches.images, self._method.scaling))
         return lr | {"free_channels": self._free.item()}
 
+    def make_ready(self, begun: int, finished: bool) -> None:
+        """Makes the bank."""
+        if begun or finished:
+            self._bank = Bank(*torch.zeros(2, 1, 1, device=self._free.device))
+
     def step(self) -> dict[str, Tensor]:
         """One update on a batch, with copies of its confident images if copies are made."""
         assert self._bank is not None

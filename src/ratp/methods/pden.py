@@ -287,6 +287,13 @@ class PDENPhase(Phase):
         """One step of the stage."""
         return self.stage.step()
 
+    def make_ready(self, begun: int, finished: bool) -> None:
+        """Makes the generators of this stretch, and puts a finished one into the pool."""
+        if begun:
+            self.stage.enter(self.stretch)
+        if finished:
+            self.stage.leave(self.stretch)
+
     def finish(self) -> dict[str, float]:
         """A finished generator joins the pool; after the last epoch of the stage, exemplars are chosen."""
         record = self.stage.leave(self.stretch)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratp.report.summary import Group, Measure, Section, Spread
+from ratp.statistics import best_two
 
 MISSING = "–"
 
@@ -90,6 +91,21 @@ def text(spread: Spread, joint: str | None = " ± ") -> str:
     return f"{number(spread.mean)}{joint}{number(spread.sd)}"
 
 
+def places(values: Sequence[float | None]) -> list[int]:
+    """1 for the best, 2 for the second best of more than two, 0 for anything else.
+
+    Values are compared as shown: equal ones share a place, and where all are equal none has one.
+
+    Args:
+        values: None where a row does not compete.
+    """
+    rivals = {str(i): value for i, value in enumerate(values) if value is not None}
+    best, second = best_two(rivals)
+    if not second:
+        return [0] * len(values)
+    return [1 if str(i) in best else 2 if str(i) in second and len(rivals) > 2 else 0 for i in range(len(values))]
+
+
 def clean(name: str) -> str:
     """A name fit for display: control characters and the like are replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
@@ -113,22 +129,11 @@ def duration(seconds: float) -> str:
 
 
 def _rows(section: Section, columns: Sequence[Sequence[Spread]]) -> tuple[Row, ...]:
-    ranked = [_ranks(column, section.parts) for column in columns]
+    ranked = [
+        places([s.mean if part.competes and s.n else None for s, part in zip(column, section.parts, strict=True)])
+        for column in columns
+    ]
     return tuple(
         Row(part, tuple(Cell(column[i], ranks[i]) for column, ranks in zip(columns, ranked, strict=True)))
         for i, part in enumerate(section.parts)
     )
-
-
-def _ranks(column: Sequence[Spread], parts: Sequence[Group]) -> list[int]:
-    """Ranks by the number as shown: equal numbers share a rank, and where all are equal none has one."""
-    shown = [
-        round(spread.mean, 1) if part.competes and spread.n else None
-        for spread, part in zip(column, parts, strict=True)
-    ]
-    rivals = [value for value in shown if value is not None]
-    levels = sorted(set(rivals), reverse=True)
-    if len(levels) < 2:
-        return [0] * len(column)
-    marked = levels[:2] if len(rivals) > 2 else levels[:1]
-    return [marked.index(value) + 1 if value in marked else 0 for value in shown]

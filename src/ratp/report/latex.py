@@ -23,59 +23,88 @@ _SPECIAL = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
+    "[": "{[}",
+    "*": "{*}",
     '"': r"\textquotedbl{}",
     "\N{REPLACEMENT CHARACTER}": "?",
 }
 
 
-def latex_report(runs: Sequence[RunRecord]) -> str:
+def latex_report(runs: Sequence[RunRecord], opening: str = "") -> str:
     """One booktabs table a section; the best number of a row bold, the second best underlined.
+
+    Args:
+        runs: The runs to report.
+        opening: What stands before the tables.
 
     Raises:
         RatpError: If there are no runs.
     """
     tables = [_table(section) for section in sections(group_runs(runs))]
-    return "% Needs \\usepackage[T1]{fontenc} and \\usepackage{booktabs}.\n" + "\n".join(tables)
+    needs = "% Needs \\usepackage[T1]{fontenc} and \\usepackage{booktabs}.\n"
+    return needs + "\n".join([opening, *tables] if opening else tables)
 
 
-def _table(section: Section) -> str:
+def latex_table(caption: str, columns: str, head: Sequence[str], blocks: Sequence[Sequence[Sequence[str]]]) -> str:
+    """A booktabs table of texts that are escaped already, a rule above every block of rows."""
     lines = [
         r"\begin{table}",
         r"  \centering",
-        rf"  \caption{{{_caption(section)}}}",
-        rf"  \begin{{tabular}}{{ll{'r' * len(section.parts)}}}",
+        rf"  \caption{{{caption}}}",
+        rf"  \begin{{tabular}}{{{columns}}}",
         r"    \toprule",
-        f"    & Domain & {' & '.join(_header(part) for part in section.parts)} \\\\",
+        _line(head),
     ]
-    for table in domain_tables(section):
-        lines.append(r"    \midrule")
-        for i, domain in enumerate((*map(_escape, table.domains), "average")):
-            cells = " & ".join(_cell(row.cells[i]) for row in table.rows)
-            lines.append(f"    {table.measure if i == 0 else ''} & {domain} & {cells} \\\\")
+    for rows in blocks:
+        lines += [r"    \midrule", *map(_line, rows)]
     lines += [r"    \bottomrule", r"  \end{tabular}", r"\end{table}"]
     return "\n".join(lines) + "\n"
 
 
+def marked_latex(words: str, place: int) -> str:
+    """The best in bold, the second best underlined, in mathematics."""
+    return {1: rf"\mathbf{{{words}}}", 2: rf"\underline{{{words}}}"}.get(place, words)
+
+
+def _table(section: Section) -> str:
+    blocks = []
+    for table in domain_tables(section):
+        domains = (*map(escape_latex, table.domains), "average")
+        blocks.append(
+            [
+                [table.measure if i == 0 else "", domain, *(_cell(row.cells[i]) for row in table.rows)]
+                for i, domain in enumerate(domains)
+            ]
+        )
+    head = ["", "Domain", *(_header(part) for part in section.parts)]
+    return latex_table(_caption(section), f"ll{'r' * len(section.parts)}", head, blocks)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"    {' & '.join(cells)} \\\\"
+
+
 def _caption(section: Section) -> str:
-    order = r" $\rightarrow$ ".join(map(_escape, section.order))
+    order = r" $\rightarrow$ ".join(map(escape_latex, section.order))
     spread = " Mean $\\pm$ standard deviation over seeds." if section.several_seeds else ""
     second = ", second best underlined" if sum(part.competes for part in section.parts) > 2 else ""
     best = f" Best in bold{second}." if sum(part.competes for part in section.parts) > 1 else ""
-    notes = "".join(f" {_escape(note)}" for note in section.notes())
-    return f"{_escape(section.stream)} ({order}): accuracy in percent.{spread}{best}{notes}"
+    notes = "".join(f" {escape_latex(note)}" for note in section.notes())
+    return f"{escape_latex(section.stream)} ({order}): accuracy in percent.{spread}{best}{notes}"
 
 
 def _header(part: Group) -> str:
-    return _escape(part.name if part.finished else f"{part.name} ({part.status})")
+    return escape_latex(part.name if part.finished else f"{part.name} ({part.status})")
 
 
 def _cell(cell: Cell) -> str:
     if not cell.spread.n:
         return "--"
     mean = number(cell.spread.mean)
-    mean = {1: rf"\mathbf{{{mean}}}", 2: rf"\underline{{{mean}}}"}.get(cell.rank, mean)
+    mean = marked_latex(mean, cell.rank)
     return f"${mean}$" if math.isnan(cell.spread.sd) else rf"${mean} \pm {number(cell.spread.sd)}$"
 
 
-def _escape(name: str) -> str:
+def escape_latex(name: str) -> str:
+    """A name that is text wherever LaTeX sets it."""
     return "".join(_SPECIAL.get(c, c) for c in clean(name))

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
@@ -29,6 +29,8 @@ from ratp.report.cells import (
     order_text,
     text,
 )
+from ratp.report.chapters import SINGLE, Preface, preface_csv, preface_latex, preface_markdown
+from ratp.report.features import feature_maps
 from ratp.report.plots import accuracy_curves, matrix_heatmap, sample_sheet, unfamiliar_curves
 from ratp.report.settings import differing, flatten
 from ratp.report.style import encode
@@ -58,7 +60,9 @@ class SettingsTable:
     differing: dict[str, tuple[str, ...]]
 
 
-def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | None = None) -> Path:
+def write_report(
+    runs: Sequence[RunRecord], folder: Path, console: Console | None = None, preface: Preface | None = None
+) -> Path:
     """Writes page, tables and figures into a folder, which is made if it is not there.
 
     Figures of a second, third, … stream or order end in ``-2``, ``-3``, ….
@@ -67,6 +71,7 @@ def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | Non
         runs: The runs to report.
         folder: Where to write.
         console: Told of every file written.
+        preface: What stands before the sections.
 
     Returns:
         The page, ``index.html``.
@@ -76,18 +81,25 @@ def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | Non
         RunDirectoryError: If the folder cannot be written or a run is damaged.
     """
     found = sections(group_runs(runs))
-    contents: dict[str, bytes] = {
-        "report.md": markdown_report(runs).encode(),
-        "metrics.csv": csv_report(runs).encode(errors="backslashreplace"),
-        "report.tex": latex_report(runs).encode(),
-    }
+    contents = {"metrics.csv": csv_report(runs).encode(errors="backslashreplace")}
+    if preface is None:
+        contents |= {"report.md": markdown_report(runs).encode(), "report.tex": latex_report(runs).encode()}
+    else:
+        contents |= {
+            "report.md": markdown_report(runs, preface.title, preface_markdown(preface)).encode(),
+            "report.tex": latex_report(runs, preface_latex(preface)).encode(),
+            "tables.csv": preface_csv(preface).encode(errors="backslashreplace"),
+        }
+        contents |= {name: words.encode(errors="backslashreplace") for name, words in preface.files.items()}
+        for picture in preface.pictures:
+            contents |= {f"{picture.name}.{kind}": data for kind, data in picture.files.items()}
     pictures: list[dict[str, str]] = []
     for number_, section in enumerate(found, start=1):
         suffix = f"-{number_}" if number_ > 1 else ""
         drawn = _drawn(section)
         contents.update({f"{name}{suffix}.{kind}": data for (name, kind), data in drawn.items()})
         pictures.append({name: _embedded(drawn, name) for name, _ in drawn})
-    contents["index.html"] = page_html(found, pictures).encode()
+    contents["index.html"] = page_html(found, pictures, preface).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -98,20 +110,29 @@ def write_report(runs: Sequence[RunRecord], folder: Path, console: Console | Non
     return folder / "index.html"
 
 
-def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]]) -> str:
+def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]], preface: Preface | None = None) -> str:
     """The page: everything inline, nothing fetched, every name escaped.
 
     Args:
         found: The sections to show.
         pictures: For each section, data addresses by figure name.
+        preface: What stands before them.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(clean=clean, number=number, spread=text, duration=duration)
-    template = environment.from_string(files("ratp.report").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.render(
-        title=", ".join(dict.fromkeys(clean(section.stream) for section in found)),
+    environment = Environment(
+        loader=FunctionLoader(lambda name: files("ratp.report").joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(clean=clean, number=number, spread=text, duration=duration, address=_address)
+    streams = ", ".join(dict.fromkeys(clean(section.stream) for section in found))
+    return environment.get_template("page.html").render(
+        title=clean(preface.title) if preface else streams,
+        preface=preface,
         sections=[_view(section, images) for section, images in zip(found, pictures, strict=True)],
         missing=MISSING,
+        single=SINGLE,
         meaning=MEANING,
     )
 
@@ -132,6 +153,10 @@ def _drawn(section: Section) -> dict[tuple[str, Kind], bytes]:
     figure = sample_sheet(sampled) if sampled else None
     if figure is not None:
         drawn["randmix", "png"] = encode(figure, "png")
+    for name, run in _embedding(section).items():
+        figure = feature_maps(run)
+        if figure is not None:
+            drawn[name, "png"] = encode(figure, "png")
     return drawn
 
 
@@ -139,9 +164,22 @@ def _sampled(section: Section) -> RunRecord | None:
     return next((run for run in section.runs if run.samples), None)
 
 
+def _embedding(section: Section) -> dict[str, RunRecord]:
+    """For each method the first run that kept embeddings, by the name of its figure."""
+    first: dict[str, RunRecord] = {}
+    for run in section.runs:
+        if run.features:
+            first.setdefault(run.label, run)
+    return {f"features{f'-{number}' if number else ''}": run for number, run in enumerate(first.values())}
+
+
 def _embedded(drawn: dict[tuple[str, Kind], bytes], name: str) -> str:
     vector = drawn.get((name, "svg"))
-    data, kind = (vector, "svg+xml") if vector is not None else (drawn[name, "png"], "png")
+    return _address(vector, "svg+xml") if vector is not None else _address(drawn[name, "png"], "png")
+
+
+def _address(data: bytes, kind: str) -> str:
+    """A picture as an address that holds it."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -165,9 +203,11 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "notes": section.notes(),
         "tiles": [_tile(measure, i, rows) for i, measure in enumerate(section.measures)],
         "comparison": rows,
+        "marks": max(cell.rank for row in rows for cell in row.cells),
         "blocks": [(table.measure, table.across(section.order)) for table in domain_tables(section)],
         "images": images,
         "sampled": sampled,
+        "embeddings": [(run, images[name]) for name, run in _embedding(section).items()],
         "config": _settings(section, [flatten(run.config) for run in section.runs]),
         "environment": _settings(section, [flatten(run.environment) for run in section.runs]),
         "times": [(run, _stage_seconds(run)) for run in section.runs],

@@ -80,7 +80,7 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
             _stage_backdrop(ax, domain, order)
             for index, part in enumerate(parts):
                 spreads = [row[domain] for row in part.accuracy]
-                _plot_spread(ax, range(len(spreads)), spreads, index, crowd=len(parts))
+                plot_spread(ax, range(len(spreads)), spreads, index, crowd=len(parts))
                 if domain < len(part.accuracy):
                     own = {**line_style(index), "linestyle": "", "zorder": 5 - 0.01 * index}
                     ax.plot(domain, part.accuracy[domain][domain].mean, ms=7, mec="white", mew=1.0, **own)
@@ -112,7 +112,7 @@ def unfamiliar_curves(groups: Sequence[Group]) -> Figure | None:
                 seeds = [found[domain] for found in curves[index] if domain in found]
                 if seeds:
                     grid, spreads = _over_seeds(seeds)
-                    _plot_spread(ax, grid, spreads, index, crowd=lines)
+                    plot_spread(ax, grid, spreads, index, crowd=lines)
                     heights += [spread.mean for spread in spreads]
                     label = f"area {text(part.spread('Unfamiliar', domain))}"
                     areas.append(Line2D([], [], ms=4, label=label, **line_style(index)))
@@ -202,7 +202,8 @@ def _stage_backdrop(ax: Axes, domain: int, order: Sequence[str]) -> None:
         ax.text(domain + 0.08, 0.02, "after", ha="left", **small)  # type: ignore[arg-type]
 
 
-def _plot_spread(ax: Axes, x: Sequence[float] | range, spreads: Sequence[Spread], index: int, crowd: int) -> None:
+def plot_spread(ax: Axes, x: Sequence[float] | range, spreads: Sequence[Spread], index: int, crowd: int) -> None:
+    """A line of means with a band of one standard deviation; ``crowd`` is how many bands share the panel."""
     means = np.array([spread.mean for spread in spreads])
     sd = np.array([spread.sd for spread in spreads])
     style = line_style(index)

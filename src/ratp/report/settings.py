@@ -14,7 +14,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
-            flat[f"{prefix}{name}"] = _text(value)
+            flat[f"{prefix}{name}"] = as_text(value)
     return flat
 
 
@@ -24,11 +24,12 @@ def differing(tables: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in names if len({table.get(name) for table in tables}) > 1]
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
+    """A value of a setting as text."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return "none"
     if isinstance(value, Sequence):
-        return ", ".join(_text(item) for item in value) or "none"
+        return ", ".join(as_text(item) for item in value) or "none"
     return json.dumps(value, ensure_ascii=False, default=str)

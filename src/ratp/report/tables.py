@@ -36,22 +36,30 @@ CSV_COLUMNS = ("label", "stream", "order", "seed", "complete", "metric", "stage"
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*|\[\]~$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
 
-def markdown_report(runs: Sequence[RunRecord]) -> str:
+def markdown_report(
+    runs: Sequence[RunRecord], title: str = "Continual domain shift report", preface: Sequence[str] = ()
+) -> str:
     """The whole report as Markdown: comparison, metrics by domain, accuracy matrices.
+
+    Args:
+        runs: The runs to report.
+        title: Its title.
+        preface: Blocks of Markdown that stand before the sections.
 
     Raises:
         RatpError: If there are no runs.
     """
-    blocks = ["# Continual domain shift report"]
+    blocks = [f"# {escape_markdown(title)}"]
     found = sections(group_runs(runs))
     explained: dict[Measure, None] = dict.fromkeys(m for section in found for m in section.measures)
     blocks.append("\n".join(f"- **{m}** – {MEANING[m][0].lower()}. {MEANING[m][1]}" for m in explained))
+    blocks += preface
     for section in found:
-        blocks.append(f"## {_escape(section.stream)}: {_escape(order_text(section.order))}")
+        blocks.append(f"## {escape_markdown(section.stream)}: {escape_markdown(order_text(section.order))}")
         blocks.append(_comparison(section))
         blocks += _by_domain(section)
         for part in section.parts:
-            blocks.append(f"### Accuracy matrix (%): {_escape(part.name)}, {part.status}")
+            blocks.append(f"### Accuracy matrix (%): {escape_markdown(part.name)}, {part.status}")
             blocks.append(_matrix(part))
     return "\n\n".join(blocks) + "\n"
 
@@ -65,7 +73,9 @@ def comparison_markdown(runs: Sequence[RunRecord]) -> str:
     found = sections(group_runs(runs))
     if len(found) == 1:
         return _comparison(found[0]) + "\n"
-    titled = [f"**{_escape(s.stream)}: {_escape(order_text(s.order))}**\n\n{_comparison(s)}" for s in found]
+    titled = [
+        f"**{escape_markdown(s.stream)}: {escape_markdown(order_text(s.order))}**\n\n{_comparison(s)}" for s in found
+    ]
     return "\n\n".join(titled) + "\n"
 
 
@@ -101,23 +111,27 @@ def _csv_lines(run: RunRecord) -> Iterable[tuple[object, ...]]:
 def _comparison(section: Section) -> str:
     head = ["Method", "Seeds", *(f"{measure} (%)" for measure in section.measures)]
     rows: list[list[str]] = []
-    for row in comparison(section):
+    compared = comparison(section)
+    for row in compared:
         seeds = str(len(row.part.counted)) if row.part.finished else row.part.status
-        rows.append([_escape(row.part.name), seeds, *_values(row.cells)])
+        rows.append([escape_markdown(row.part.name), seeds, *_values(row.cells)])
     spread = ["Mean ± sample standard deviation over seeds."] if section.several_seeds else []
-    lines = [*spread, *(_escape(note) for note in section.notes())]
-    return "\n\n".join([_grid(head, rows), *(["\n".join(f"- {line}" for line in lines)] if lines else [])])
+    marks = mark_note(max(cell.rank for row in compared for cell in row.cells))
+    lines = [*spread, *marks, *(escape_markdown(note) for note in section.notes())]
+    return "\n\n".join([markdown_grid(head, rows), *(["\n".join(f"- {line}" for line in lines)] if lines else [])])
 
 
 def _by_domain(section: Section) -> list[str]:
     tables = domain_tables(section)
     if len(section.parts) == 1:
         lines = [[table.measure, *_values(table.across(section.order)[0][1])] for table in tables]
-        return [_grid(["Metric (%)", *map(_escape, section.order), "average"], lines)]
+        return [markdown_grid(["Metric (%)", *map(escape_markdown, section.order), "average"], lines)]
     blocks = []
     for table in tables:
-        head = [f"{table.measure} (%)", *map(_escape, table.domains), "average"]
-        blocks.append(_grid(head, [[_escape(row.part.name), *_values(row.cells)] for row in table.rows]))
+        head = [f"{table.measure} (%)", *map(escape_markdown, table.domains), "average"]
+        blocks.append(
+            markdown_grid(head, [[escape_markdown(row.part.name), *_values(row.cells)] for row in table.rows])
+        )
     return blocks
 
 
@@ -128,8 +142,8 @@ def _matrix(part: Group) -> str:
         cells = [text(cell) for cell in measured] if measured else [MISSING] * len(part.order)
         if measured:
             cells[stage] = f"**{cells[stage]}**"
-        rows.append([f"after {_escape(domain)}", *cells])
-    return _grid(["", *map(_escape, part.order)], rows)
+        rows.append([f"after {escape_markdown(domain)}", *cells])
+    return markdown_grid(["", *map(escape_markdown, part.order)], rows)
 
 
 def _values(cells: Sequence[Cell]) -> list[str]:
@@ -137,23 +151,36 @@ def _values(cells: Sequence[Cell]) -> list[str]:
 
 
 def _marked(cell: Cell) -> str:
-    if cell.rank != 1:
-        return text(cell.spread)
     mean, rest = number(cell.spread.mean), text(cell.spread)
-    return f"**{mean}**{rest.removeprefix(mean)}"
+    return f"{marked_markdown(mean, cell.rank)}{rest.removeprefix(mean)}"
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def marked_markdown(words: str, place: int) -> str:
+    """The best in bold, the second best in italics."""
+    return {1: f"**{words}**", 2: f"*{words}*"}.get(place, words)
+
+
+def mark_note(places: int) -> list[str]:
+    """What the marks of a table mean that marks so many places."""
+    return [["Best in bold."], ["Best in bold, second best in italics."]][places - 1] if places else []
+
+
+def markdown_grid(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """A table of texts that are escaped already; columns of numbers, all but the first, are aligned to the right."""
     widths = [max(3, *(len(row[i]) for row in (head, *rows))) for i in range(len(head))]
-    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [_aligned(head, widths), rule, *(_aligned(row, widths) for row in rows)]
+    left, right = [":" + "-" * (width - 1) for width in widths], ["-" * (width - 1) + ":" for width in widths]
+    count = 1 if numbers else len(head)
+    lines = [_aligned(row, widths, count) for row in (head, *rows)]
+    lines.insert(1, [*left[:count], *right[count:]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+def _aligned(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
+    """The cells of a row, so many of them to the left."""
+    return [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
 
 
-def _escape(name: str) -> str:
+def escape_markdown(name: str) -> str:
+    """A name that is text wherever Markdown shows it."""
     safe = clean(name).replace("&", "&amp;").replace("<", "&lt;")
     return _MARKDOWN_SPECIAL.sub(r"\\\1", safe)

@@ -27,7 +27,7 @@ from ratp.report.summary import Group, Measure, Section, Spread, group_runs, sec
 
 _STYLE: dict[Measure, str] = {"TDG": "cyan", "TDA": "bold", "FA": "magenta", "Unfamiliar": ""}
 _JOINTS = (" ± ", "±", None)
-_ASCII = str.maketrans({"±": "+-", MISSING: "-"})
+_ASCII = str.maketrans({"±": "+-", "×": "x", MISSING: "-"})
 _GAP = 2
 _WIDEST_HEAD = 14
 
@@ -42,21 +42,80 @@ def print_report(runs: Sequence[RunRecord], console: Console) -> None:
     """
     found = sections(group_runs(runs))
     for section in found:
-        _Printer(console, section).section()
+        _SectionPrinter(console, section).section()
+    explain(found, console)
+
+
+def print_comparison(section: Section, console: Console) -> None:
+    """Prints only the averages of every method."""
+    printer = _SectionPrinter(console, section)
+    printer.title()
+    printer.compare()
+    printer.notes()
+
+
+def explain(found: Sequence[Section], console: Console) -> None:
+    """Says what the measures of some sections mean."""
     for measure in dict.fromkeys(measure for section in found for measure in section.measures):
         console.print(_explained(measure, console.width))
 
 
-class _Printer:
+class Printer:
+    """Prints tables that fit the width of a console."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def value(self, cell: Cell, joint: str | None) -> Text:
+        """A number of a table, the best marked."""
+        if not cell.spread.n:
+            return Text(self.show(f"{MISSING} "), style="dim")
+        words = self.show(text(cell.spread, joint))
+        return Text(f"{words}*", style="bold") if cell.rank == 1 else Text(f"{words} ")
+
+    def grid(self, title: str, corner: str, heads: Sequence[str], lines: Callable[[str | None], list[Line]]) -> None:
+        """Prints a table: with standard deviations if they fit, split by columns if it must be."""
+        heads = [f"{self.show(head)} " for head in heads]
+        width = self.console.width
+        names = [self.show(name) for name, _ in lines(None)]
+        first = min(max(map(cell_len, (corner, *names))), max(14, width // 3)) + _GAP
+        for joint in _JOINTS:
+            rows = [cells for _, cells in lines(joint)]
+            widths = [_width(head, [cells[i] for cells in rows]) for i, head in enumerate(heads)]
+            if first + sum(widths) <= width:
+                break
+        shortened = joint is None and rows != [cells for _, cells in lines(_JOINTS[0])]
+        self.say(f"{title}, means only" if shortened else title, "bold")
+        for chunk in _chunks(widths, width - first):
+            table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            table.add_column(Text(corner), max_width=first - _GAP, overflow="fold")
+            for i in chunk:
+                table.add_column(Text(heads[i]), justify="right", max_width=widths[i] - _GAP, overflow="fold")
+            for name, cells in zip(names, rows, strict=True):
+                table.add_row(Text(name), *(cells[i] for i in chunk))
+            self.console.print(table)
+            self.console.print()
+
+    def say(self, words: str, style: str) -> None:
+        """A line or a paragraph."""
+        self.console.print(Text(self.show(words), style=style))
+
+    def show(self, words: str) -> str:
+        """Text the terminal can print: plain marks and question marks where its encoding is a small one."""
+        if self.console.options.ascii_only:
+            words = words.translate(_ASCII)
+        return clean(words).encode(self.console.encoding, "replace").decode(self.console.encoding)
+
+
+class _SectionPrinter(Printer):
     """Prints one section."""
 
     def __init__(self, console: Console, section: Section) -> None:
-        self.console = console
+        super().__init__(console)
         self.content = section
 
     def section(self) -> None:
-        self.say(f"{self.content.stream}: {order_text(self.content.order)}", "bold underline")
-        self.console.print()
+        self.title()
         for part in self.content.parts:
             title = f"{part.name}: accuracy (%), {part.status}"
             self.grid(title, "", part.order, partial(self.matrix_lines, part))
@@ -68,9 +127,16 @@ class _Printer:
             for table in tables:
                 title = f"{table.measure}, {MEANING[table.measure][0].lower()} (%)"
                 self.grid(title, "Method", [*table.domains, "average"], partial(self.domain_lines, table))
-            heads = ["Seeds", *self.content.measures]
-            self.grid("Comparison, averages over domains (%)", "Method", heads, self.comparison_lines)
+            self.compare()
         self.notes()
+
+    def title(self) -> None:
+        self.say(f"{self.content.stream}: {order_text(self.content.order)}", "bold underline")
+        self.console.print()
+
+    def compare(self) -> None:
+        heads = ["Seeds", *self.content.measures]
+        self.grid("Comparison, averages over domains (%)", "Method", heads, self.comparison_lines)
 
     def matrix_lines(self, part: Group, joint: str | None) -> list[Line]:
         lines = []
@@ -101,34 +167,6 @@ class _Printer:
         words = text(cell, joint)
         return Text(self.show(f"[{words}]" if measure == "TDA" else f"{words} "), style=_STYLE[measure])
 
-    def value(self, cell: Cell, joint: str | None) -> Text:
-        if not cell.spread.n:
-            return Text(self.show(f"{MISSING} "), style="dim")
-        words = self.show(text(cell.spread, joint))
-        return Text(f"{words}*", style="bold") if cell.rank == 1 else Text(f"{words} ")
-
-    def grid(self, title: str, corner: str, heads: Sequence[str], lines: Callable[[str | None], list[Line]]) -> None:
-        """Prints a table: with standard deviations if they fit, split by columns if it must be."""
-        heads = [f"{self.show(head)} " for head in heads]
-        width = self.console.width
-        names = [self.show(name) for name, _ in lines(None)]
-        first = min(max(map(cell_len, (corner, *names))), max(14, width // 3)) + _GAP
-        for joint in _JOINTS:
-            rows = [cells for _, cells in lines(joint)]
-            widths = [_width(head, [cells[i] for cells in rows]) for i, head in enumerate(heads)]
-            if first + sum(widths) <= width:
-                break
-        self.say(title if joint or not self.content.several_seeds else f"{title}, means only", "bold")
-        for chunk in _chunks(widths, width - first):
-            table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-            table.add_column(Text(corner), max_width=first - _GAP, overflow="fold")
-            for i in chunk:
-                table.add_column(Text(heads[i]), justify="right", max_width=widths[i] - _GAP, overflow="fold")
-            for name, cells in zip(names, rows, strict=True):
-                table.add_row(Text(name), *(cells[i] for i in chunk))
-            self.console.print(table)
-            self.console.print()
-
     def legend(self) -> None:
         legend = Text.assemble(
             ("[in brackets] TDA, the domain's own stage", _STYLE["TDA"]),
@@ -147,15 +185,6 @@ class _Printer:
         for note in [*notes, *self.content.notes()]:
             self.say(note, "dim")
         self.console.print()
-
-    def say(self, words: str, style: str) -> None:
-        self.console.print(Text(self.show(words), style=style))
-
-    def show(self, words: str) -> str:
-        """Text the terminal can print: plain marks and question marks where its encoding is a small one."""
-        if self.console.options.ascii_only:
-            words = words.translate(_ASCII)
-        return clean(words).encode(self.console.encoding, "replace").decode(self.console.encoding)
 
 
 def _width(head: str, cells: Sequence[Text]) -> int:

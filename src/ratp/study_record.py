@@ -1,0 +1,92 @@
+"""A study as read from disk: what its report knows of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ratp.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a table of a study calls a run: the variant's name, or the method's.
+
+    Attributes:
+        grid: Number of the grid, from 0.
+        label: Name of the method or variant.
+        sweep: Name and value of the switch that is swept; None: it is not one of a sweep.
+        is_variant: Whether it is one of the grid's variants.
+    """
+
+    grid: int
+    label: str
+    sweep: tuple[str, Any] | None = None
+    is_variant: bool = False
+
+
+@dataclass(frozen=True)
+class AskedRun:
+    """A run that a study asks for.
+
+    Attributes:
+        rows: Where tables show it.
+        stream: Name of its stream.
+        order: Codes of its domains in their order of arrival.
+        seed: Its seed.
+        state: What became of it.
+        reason: Why it failed; empty unless it did.
+        record: Its result; None: it has not come to its end.
+    """
+
+    rows: tuple[Row, ...]
+    stream: str
+    order: tuple[str, ...]
+    seed: int
+    state: str
+    reason: str = ""
+    record: RunRecord | None = None
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """All that a study asks for, and what there is of it.
+
+    Attributes:
+        title: What it is, in a line.
+        runs: Its runs, each once, in the order of the file.
+        usual: The value a swept switch has unless it is swept, by the number of the grid and the switch's name.
+    """
+
+    title: str
+    runs: tuple[AskedRun, ...]
+    usual: Mapping[tuple[int, str], Any] = field(default_factory=dict)
+
+    def records(self) -> list[RunRecord]:
+        """The finished runs, each called as the study calls it; one that it calls by several names appears as often."""
+        return [
+            replace(run.record, name=label)
+            for run in self.runs
+            if run.record is not None
+            for label in dict.fromkeys(row.label for row in run.rows)
+        ]
+
+
+def told_apart(runs: Sequence[AskedRun]) -> tuple[AskedRun, ...]:
+    """The runs, with the grid's number in a label that several grids use for different runs."""
+    places: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
+    for run in runs:
+        places.update({(row.label, run.stream, run.order, run.seed) for row in run.rows})
+    unclear = {label for (label, *_), count in places.items() if count > 1}
+    return tuple(
+        replace(
+            run,
+            rows=tuple(
+                replace(row, label=f"{row.label}, grid {row.grid + 1}") if row.label in unclear else row
+                for row in run.rows
+            ),
+        )
+        for run in runs
+    )

@@ -1,0 +1,489 @@
+"""``ratp study`` as it is meant to be used, stopped in the middle, and by a careless user."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from helpers import files_of, journal_of, ratp
+from ratp.cli.study_progress import follow_study
+from ratp.plan import RunRequest
+from ratp.record import read_run
+from ratp.study_file import read_study
+from tiny_study import grid, study_file, traces
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+OPTIONS = ["--device", "cpu", "--jobs", "1"]
+METHODS = ["source-only", "shot"]
+FOUR = grid('methods = ["source-only", "shot"]', "seeds = [1, 2]")
+WILD = grid('variant = [{ name = "wild", method = "source-only", set = { lr = 1e30 } }]')
+# A method that waits before its third stage until it may go on.
+GATE = """
+import os, time
+from pathlib import Path
+from ratp.methods.shot import SHOT
+
+class Gate(SHOT):
+    name = "gate"
+
+    def target_phases(self, domain):
+        if domain.name == "font":
+            Path(f"waiting-{os.getpid()}").touch()
+            while not Path("go").exists():
+                time.sleep(0.02)
+        return super().target_phases(domain)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """In an empty folder, with 80 columns and no terminal."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def plain(text):
+    """Whether a file or a pipe can take the text."""
+    return not CONTROL.search(text)
+
+
+def narrow(text):
+    return all(len(line) <= 80 for line in text.splitlines())
+
+
+def states(*words):
+    """What ``ratp study status`` says, by run."""
+    result = ratp("study", "status", *words, "--json")
+    assert (result.code, result.err) == (0, "")
+    return [run["state"] for run in json.loads(result.out)["runs"]]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A study of four runs that was made, with its file beside it, and what the command said."""
+    folder = tmp_path_factory.mktemp("done")
+    path = study_file(folder, FOUR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        said = ratp("study", "run", path, "--out", folder / "runs", *OPTIONS)
+    return folder, said
+
+
+@pytest.fixture
+def study(done):
+    """A copy of it, in the current folder: the words that name it."""
+    shutil.copytree(done[0], "made")
+    return ["made/tiny.toml", "--out", "made/runs"]
+
+
+def folders(place, pattern="*"):
+    return sorted(path.parent for path in Path(place).glob(f"{pattern}/config.json"))
+
+
+class TestRun:
+    def test_what_it_says(self, done):
+        folder, said = done
+        assert said.code == 0
+        assert plain(said.out + said.err)
+        assert narrow(said.out)
+        lines = said.err.splitlines()
+        assert lines[0] == "Tiny runs: 4 of 4 runs to make"
+        ends = [line for line in lines if re.search(r"TDG \d+\.\d  TDA \d+\.\d  FA \d+\.\d  \(.* s\)", line)]
+        assert [line.split(":")[0] for line in ends] == [
+            f"{method}, demo scan>photo>font>street, seed {seed}" for method in METHODS for seed in (1, 2)
+        ]
+        assert " left" in ends[0]
+        assert " left" not in ends[-1]
+        assert lines[-1] == f"Runs: {folder / 'runs'}"
+        assert [line.split() for line in said.out.splitlines() if line.strip()] == [
+            ["Tiny", "runs"], ["finished"], ["─" * 24], ["demo"], ["source-only", "2"], ["shot", "2"],
+            ["4", "runs", "4"],
+        ]  # fmt: skip
+
+    def test_what_it_leaves(self, done):
+        folder, _ = done
+        assert len(folders(folder / "runs")) == 4
+        assert json.loads((folder / "runs" / "study.json").read_text())["study"] == "tiny"
+        assert not (folder / "runs" / "failures").exists()
+        assert all(read_run(run).matrix.complete for run in folders(folder / "runs"))
+
+    def test_once_more_there_is_nothing_to_do(self, study):
+        before = traces(Path("made"))
+        again = ratp("study", "run", *study, *OPTIONS)
+        assert again.code == 0
+        assert "0 of 4 runs to make" in again.err
+        assert traces(Path("made")) == before
+
+    def test_json_is_one_document_and_all_there_is(self, study):
+        shutil.rmtree(folders("made/runs")[0])
+        result = ratp("study", "run", *study, *OPTIONS, "--json")
+        assert (result.code, result.err) == (0, "")
+        data = json.loads(result.out)
+        assert {run["state"] for run in data["runs"]} == {"finished"}
+        assert [Path(run["folder"]) for run in data["runs"]] != sorted(Path(run["folder"]) for run in data["runs"])
+        assert {Path(run["folder"]) for run in data["runs"]} == {*folders("made/runs")}
+
+    def test_quiet_is_silent(self, study):
+        shutil.rmtree(folders("made/runs")[0])
+        result = ratp("study", "run", *study, *OPTIONS, "--quiet")
+        assert (result.code, result.out, result.err) == (0, "", "")
+        assert len(folders("made/runs")) == 4
+
+    def test_by_default_it_goes_to_a_folder_of_its_own(self, done):
+        shutil.copy(done[0] / "tiny.toml", "my study.toml")
+        shutil.copytree(done[0] / "runs", "runs/studies/my_study")
+        Path("runs/studies/my_study/study.json").unlink()
+        result = ratp("study", "run", "my study.toml", *OPTIONS)
+        assert result.code == 2
+        shutil.rmtree("runs")
+        assert ratp("study", "status", "my study.toml").err == "Runs: runs/studies/my_study\n"
+        assert not Path("runs").exists()
+
+    def test_an_edited_file_finds_its_runs_again(self, study):
+        before = {run: traces(run) for run in folders("made/runs")}
+        study_file(Path("made"), FOUR.replace("[1, 2]", "[2, 3]"), title="Other seeds")
+        assert states(*study) == ["finished", "waiting", "finished", "waiting"]
+        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
+        assert len(folders("made/runs")) == 6
+        assert {run: traces(run) for run in before} == before
+
+    def test_one_that_fails(self, study):
+        """It stops no other, is told last, and makes the exit code; quiet or not, who asked must know."""
+        study_file(Path("made"), WILD, FOUR)
+        shutil.rmtree(folders("made/runs")[0])
+        result = ratp("study", "run", *study, *OPTIONS)
+        assert result.code == 2
+        assert "Traceback" not in result.err
+        assert "2 of 5 runs to make" in result.err
+        (told,) = [line for line in result.err.splitlines() if line.startswith("failed: ")]
+        assert told.startswith("failed: wild, demo scan>photo>font>street, seed 2022: ")
+        assert "A smaller learning rate" in told
+        assert states(*study) == ["failed", *["finished"] * 4]
+        quiet = ratp("study", "run", *study, *OPTIONS, "--quiet")
+        assert (quiet.code, quiet.out, quiet.err) == (2, "", f"{told}\n")
+        data = json.loads(ratp("study", "run", *study, *OPTIONS, "--json").out)
+        assert "A smaller learning rate" in data["runs"][0]["reason"]
+        listed = ratp("study", "status", *study)
+        assert listed.code == 0
+        assert told in listed.err
+        assert re.search(r"(?m)^5 runs +4 +1$", listed.out)
+        study_file(Path("made"), FOUR)
+        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
+
+
+class TestStatus:
+    def test_before_and_after(self, study):
+        assert ratp("study", "status", "made/tiny.toml", "--out", "new").out.splitlines()[1].split() == ["waiting"]
+        assert not Path("new").exists()
+        result = ratp("study", "status", *study)
+        assert result.code == 0
+        assert plain(result.out + result.err)
+        assert narrow(result.out)
+        assert "finished" in result.out
+
+    def test_the_papers_studies_fit_a_terminal(self):
+        file = Path(__file__).parents[2] / "configs" / "paper" / "stationary.toml"
+        result = ratp("study", "status", file, "--weights", "none")
+        assert result.code == 0
+        assert narrow(result.out)
+        assert re.search(r"(?m)^84 runs +84$", result.out)
+
+    def test_runs_are_found_by_the_weights_they_began_with(self):
+        """They are part of what determines a run, and of its directory's name."""
+        Path("study.toml").write_text('[[grid]]\nstream = "pacs"\nmethods = ["source-only"]\n')
+        names = [
+            {run["folder"] for run in json.loads(ratp("study", "status", "study.toml", *words, "--json").out)["runs"]}
+            for words in ([], ["--weights", "none"])
+        ]
+        assert names[0] != names[1]
+
+
+class TestReport:
+    def test_missing_runs_are_named(self, study):
+        shutil.rmtree(folders("made/runs", "*shot-2*")[0])
+        result = ratp("study", "report", *study)
+        assert result.code == 0
+        assert plain(result.out + result.err)
+        assert Path("made/runs/report/index.html").exists()
+        assert re.search(r"shot.*seed 2", result.out)
+        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report is in nobody's way
+
+    def test_quiet_and_elsewhere(self, study):
+        before = traces(Path("made"))
+        result = ratp("study", "report", *study, "--to", "report", "--quiet")
+        assert (result.code, result.out, result.err) == (0, "", "")
+        assert traces(Path("made")) == before
+        assert Path("report/index.html").exists()
+
+    def test_nothing_to_report(self):
+        study_file(Path(), FOUR)
+        result = ratp("study", "report", "tiny.toml")
+        assert (result.code, result.out) == (2, "")
+        assert result.err == "error: no run of tiny is finished yet. Next: ratp study run tiny.toml\n"
+        assert os.listdir() == ["tiny.toml"]
+
+
+class TestKnown:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def once(done, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("exported")
+        words = ["--export", folder / "results", "--out", folder / "report", "--quiet"]
+        assert ratp("report", *folders(done[0] / "runs"), *words).code == 0
+        return folder / "results"
+
+    @pytest.fixture
+    def exported(self, once):
+        shutil.copytree(once, "results")
+        return "results"
+
+    def test_results_of_elsewhere_need_not_be_run(self, done, exported):
+        words = [done[0] / "tiny.toml", "--out", "new", "--known", exported]
+        assert states(*words) == ["finished"] * 4
+        result = ratp("study", "run", *words, *OPTIONS)
+        assert result.code == 0
+        assert "0 of 4 runs to make" in result.err
+        assert os.listdir("new") == ["study.json"]
+        one = next(file for file in Path(exported).iterdir() if "shot-1" in file.name)
+        words[-1] = one
+        assert states(*words) == ["waiting", "waiting", "finished", "waiting"]
+        assert ratp("study", "report", *words, "-q").code == 0
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "ratp result"}', '{"compilerOptions": {}}'])
+    def test_a_damaged_one_is_named(self, content, done, exported):
+        Path(exported, "zzz.json").write_text(content)
+        result = ratp("study", "run", done[0] / "tiny.toml", "--out", "new", "--known", exported, *OPTIONS)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith("error: results/zzz.json ")
+        assert len(result.err.splitlines()) == 1
+        assert not Path("new").exists()
+
+    @pytest.mark.parametrize("path", ["nowhere", "x" * 300])
+    def test_none(self, path, done):
+        result = ratp("study", "status", done[0] / "tiny.toml", "--known", path)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith("error: ")
+        assert "--known takes exported results" in result.err
+
+
+def start(*words):
+    """Starts the program in a process of its own, which computes as these tests do."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(pattern, count, process):
+    """Until so many files are there."""
+    patience = time.monotonic() + 120
+    while len(list(Path().glob(pattern))) < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A study of a quick run and two that wait in their third stage; and how it ends if nothing happens to it."""
+    folder = tmp_path_factory.mktemp("gate")
+    (folder / "gate.py").write_text(GATE)
+    path = study_file(folder, grid('methods = ["source-only"]'), grid('methods = ["gate.py"]', "seeds = [1, 2]"))
+    (folder / "go").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert ratp("study", "run", path.name, "--out", "undisturbed", *OPTIONS, "-q").code == 0
+    return folder
+
+
+@pytest.fixture
+def gate(undisturbed):
+    """It, in the current folder, with the gate closed."""
+    shutil.copytree(undisturbed, ".", dirs_exist_ok=True)
+    for mark in ("go", *Path().glob("waiting-*")):
+        Path(mark).unlink()
+    return "tiny.toml"
+
+
+def results(place):
+    """The matrices and weights of all runs of a folder."""
+    kept = ("matrix.json", "weights.safetensors")
+    return {name: data for name, data in files_of(Path(place)).items() if Path(name).name in kept}
+
+
+class TestInterruption:
+    def test_killed_in_the_middle(self, gate):
+        """While it runs, others see it running; killed, it goes on where it was, and ends as if nothing had been."""
+        process = start(gate, "--out", "out", "--jobs", "1")
+        try:
+            wait_for("waiting-*", 1, process)
+            assert states(gate, "--out", "out") == ["finished", "running", "waiting"]
+            listed = ratp("study", "status", gate, "--out", "out")
+            assert re.search(r"gate.py +1 +1$", listed.out, flags=re.M)
+            assert "running" in listed.out
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert states(gate, "--out", "out") == ["finished", "interrupted", "waiting"]
+        (finished,) = folders("out", "*source-only*")
+        before = traces(finished)
+        Path("go").touch()
+        result = ratp("study", "run", gate, "--out", "out", *OPTIONS)
+        assert result.code == 0
+        assert "2 of 3 runs to make" in result.err
+        assert traces(finished) == before
+        assert results("out") == results("undisturbed")
+        assert [len(journal_of(run, "run_resumed")) for run in folders("out")].count(1) == 1
+
+    def test_control_c(self, gate):
+        """With runs in processes of their own, as is usual: all stop, and the user is told how to go on."""
+        process = start(gate, "--out", "out", "--jobs", "2")
+        try:
+            wait_for("waiting-*", 2, process)
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+            Path("go").touch()  # they stop after the step they are at
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130, said
+        assert re.search(r"\nInterrupted. The same command .*\n$", said)
+        assert "Traceback" not in said
+        assert states(gate, "--out", "out") == ["finished", "interrupted", "interrupted"]
+        assert ratp("study", "run", gate, "--out", "out", *OPTIONS, "-q").code == 0
+        assert results("out") == results("undisturbed")
+        assert not Path("out/failures").exists()
+
+    def test_control_c_in_this_process(self, gate):
+        """One run after another; the signal comes while a run is under way."""
+        Path("gate.py").write_text(
+            GATE.replace("while not", "import signal\n            if not").replace(
+                "time.sleep(0.02)", "os.kill(os.getpid(), signal.SIGINT)"
+            )
+        )
+        result = ratp("study", "run", gate, "--out", "out", *OPTIONS)
+        assert result.code == 130
+        assert "Interrupted" in result.err
+        assert "same command" in result.err
+        assert "Traceback" not in result.err
+        assert states(gate, "--out", "out") == ["finished", "interrupted", "waiting"]
+
+
+class TestTerminal:
+    @pytest.fixture
+    def written(self):
+        path = study_file(Path(), WILD, grid('methods = ["source-only"]', "seeds = [1, 2]"))
+        study = read_study(path, Path("out"), RunRequest(device="cpu"))
+        study.claim()
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True, width=80, highlight=False, legacy_windows=False)
+        follow_study(study, console, quiet=False, at_once=1)
+        return file.getvalue()
+
+    def test_a_mark_for_every_run(self, written):
+        lines = [ESCAPE.sub("", line).strip() for line in written.splitlines()]
+        (failed,) = [line for line in lines if "✗" in line]
+        assert failed.endswith("usually helps.")
+        assert len([line for line in lines if re.match(r"✓ source-only, .* seed \d: TDG", line)]) == 2
+        assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
+
+
+def refused(*words, told=()):
+    """Runs a command that must be refused as it is meant to be; returns its lines."""
+    before = traces(Path())
+    result = ratp("study", *words)
+    assert (result.code, result.out) == (2, ""), result
+    assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
+    assert "Traceback" not in result.err
+    for part in told:
+        assert part in result.err, result.err
+    assert traces(Path()) == before
+    return result.err.splitlines()
+
+
+DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("command", ["run", "status", "report"])
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("", ["error: study.toml: it has no runs"]),
+            ("[[grid]\n", ["study.toml is no TOML", "line 1"]),
+            (DIGITS.replace("ratp", "rapt"), ["unknown method 'rapt'. Did you mean 'ratp'?"]),
+            (DIGITS + "set = { pca.wieght = 1 }", ["Did you mean 'pca.weight'?"]),
+            (DIGITS + 'seeds = ["1"]', ["seeds must be whole numbers, got '1'"]),
+            (DIGITS + f"seeds = [1{'0' * 5000}]", ["no TOML"]),
+            (DIGITS + '[[grid.variant]]\nname = "[/x]"\nmethod = "[red]"', ["grid 1, [/x]: unknown method '[red]'"]),
+        ],
+    )
+    def test_in_the_file(self, command, text, told):
+        Path("study.toml").write_text(text)
+        (line,) = refused(command, "study.toml", told=told)
+        assert "study.toml" in line
+
+    def test_all_come_at_once(self):
+        Path("study.toml").write_text('titel = "x"\n' + DIGITS.replace("ratp", "rapt") + "seeds = [true, -1]\nset = 5")
+        lines = refused("run", "study.toml", "--device", "gpu", "--jobs", "many")
+        assert lines == ["error: --jobs takes auto or a number of runs, 1 or more, got 'many'; e.g. --jobs 4."]
+        lines = refused("run", "study.toml", "--device", "gpu", "--precision", "half")
+        assert len(lines) == 7
+        assert lines[0].startswith("error: unknown device 'gpu'")
+        assert lines[1].startswith("error: unknown precision 'half'")
+
+    @pytest.mark.parametrize("command", ["run", "status", "report"])
+    def test_no_file(self, command):
+        Path("folder").mkdir()
+        Path("latin.toml").write_bytes(b'title = "\xe9"')
+        refused(command, "nowhere.toml", told=["nowhere.toml", "No such file"])
+        refused(command, "folder", told=["folder", "Is a directory"])
+        refused(command, "latin.toml", told=["latin.toml is no text in UTF-8"])
+
+    def test_a_folder_of_another_study(self, study):
+        study_file(Path("made"), FOUR, name="other.toml")
+        (line,) = refused("run", "made/other.toml", *study[1:], *OPTIONS)
+        assert line == ("error: made/runs belongs to the study 'tiny', not to 'other'. Choose another with --out.")
+
+    def test_a_folder_with_other_files(self):
+        study_file(Path(), FOUR)
+        Path("photos").mkdir()
+        Path("photos/a.jpg").write_text("mine")
+        refused("run", "tiny.toml", "--out", "photos", *OPTIONS, told=["photos holds other files (a.jpg)", "--out"])
+
+    @pytest.mark.parametrize("out", ["tiny.toml", "tiny.toml/x", "/proc/ratp", "x" * 300])
+    def test_a_folder_that_cannot_be(self, out):
+        study_file(Path(), FOUR)
+        refused("run", "tiny.toml", "--out", out, *OPTIONS, told=[out, "--out"])
+        assert states("tiny.toml", "--out", out) == ["waiting"] * 4
+
+    @pytest.mark.parametrize("words", [["rnu"], ["run"], ["run", "a", "b"], ["status"], ["run", "a", "--sed", "1"]])
+    def test_a_command_that_is_none(self, words):
+        result = ratp("study", *words)
+        assert (result.code, result.out) == (2, "")
+        assert "Traceback" not in result.err
+
+    @pytest.mark.parametrize("words", [[], ["run"], ["status"], ["report"]])
+    def test_every_command_explains_itself(self, words):
+        result = ratp("study", *words, "--help")
+        assert result.code == 0
+        assert "Usage: " in result.out
+        assert plain(result.out)
