@@ -30,7 +30,8 @@ from ratp.files import is_leftover, remove_leftovers, write_bytes
 from ratp.lock import LOCK_FILE, exclusive, is_held
 from ratp.midstage import LATEST as CHECKPOINT
 from ratp.notes import Note
-from ratp.run import Run, holds_run
+from ratp.run import Run
+from ratp.run_folder import holds_run
 from ratp.run_process import ONE_THREAD, OtherPlanError, decoded, described, encoded, fail, options_of, planned, told
 from ratp.side_by_side import Listener, Result, auto, check_at_once, memory_error
 
@@ -394,6 +395,8 @@ def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
 def _write(folder: Path, files: Mapping[str, bytes | None]) -> None:
     """Writes files, and removes those that are None."""
     for name, data in files.items():
+        if Path(name).name != name:
+            raise RatpError(f"a worker sent a file called {name!r}, which does not belong into a run directory.")
         if data is None:
             (folder / name).unlink(missing_ok=True)
         else:

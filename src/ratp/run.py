@@ -27,7 +27,6 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.files import (
-    is_leftover,
     read_json,
     read_tensors,
     remove_leftovers,
@@ -36,7 +35,7 @@ from ratp.files import (
     write_tensors,
     write_text,
 )
-from ratp.lock import LOCK_FILE, exclusive
+from ratp.lock import exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Progress, Tick, train, unpack
 from ratp.midstage import Checkpoint, Checkpoints
@@ -44,6 +43,7 @@ from ratp.plan import RunPlan
 from ratp.precision import use_precision
 from ratp.randomness import Randomness
 from ratp.record import RunRecord, read_journal, read_run
+from ratp.run_folder import START_ANEW, check_folder
 from ratp.snapshot import Marks
 from ratp.source_models import SourceModels
 from ratp.stream import Stream
@@ -51,7 +51,6 @@ from ratp.stream import Stream
 SAMPLE_COUNT = 10
 SAVE_EVERY = 120.0
 FEATURE_COUNT = 200  # of a domain
-_START_ANEW = "Remove the folder to start anew, or choose another with --out."
 
 
 @dataclass
@@ -198,9 +197,9 @@ class Run:
             RunDirectoryError: If the directory cannot be used.
             TrainingError: If a loss is no longer a number.
         """
-        self._check_folder()
+        check_folder(self.folder, self.config)
         with exclusive(self.folder):
-            self._check_folder()  # once more: another run may have been quicker
+            check_folder(self.folder, self.config)  # once more: another run may have been quicker
             use_precision(self.plan.precision)
             try:
                 self._open()
@@ -215,23 +214,6 @@ class Run:
                 about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
                 write_tensors(self.folder / "weights.safetensors", unpack(state).get("network", state), about)
                 self._note("run_finished")
-
-    def _check_folder(self) -> None:
-        """Refuses a folder that is not this run's, before anything is written to it."""
-        if not holds_run(self.folder):
-            return
-        try:
-            there = read_json(self.folder / "config.json")
-        except RunDirectoryError as error:
-            raise RunDirectoryError(f"{error} {_START_ANEW}") from error
-        if "fingerprint" not in there or "method" not in there:
-            raise RunDirectoryError(
-                f"{self.folder} holds a config.json that ratp did not write. Choose another folder with --out."
-            )
-        if there.get("fingerprint") != self.config["fingerprint"]:
-            raise RunDirectoryError(
-                f"{self.folder} holds another run. {_differences(there, self.config)} Choose another folder with --out."
-            )
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage, or a checkpoint, left it."""
@@ -278,7 +260,7 @@ class Run:
             finished = list(about["stage_events"])
             self.method.load_state(state)
         except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {_START_ANEW}") from error
+            raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {START_ANEW}") from error
         return finished
 
     def _refuse_lost_state(self, state_file: Path) -> None:
@@ -288,7 +270,7 @@ class Run:
         if stages:
             raise RunDirectoryError(
                 f"{state_file} is missing, but the folder holds results of {stages} stage(s). "
-                f"Put the file back to go on. {_START_ANEW}"
+                f"Put the file back to go on. {START_ANEW}"
             )
 
     def _stage(self, stage: int) -> Iterator[Event]:
@@ -511,47 +493,5 @@ class Run:
             raise RunDirectoryError(f"cannot write {path}: {error.strerror}.") from error
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run. One that does not exist is made.
-
-    Raises:
-        RunDirectoryError: If it cannot be used, or holds other files and no run.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        present = {item.name for item in folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
-        ) from error
-    if present and "config.json" not in present:
-        some = ", ".join(sorted(present)[:3])
-        raise RunDirectoryError(
-            f"{folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
-        )
-    return bool(present)
-
-
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """What two configurations disagree about, in a sentence or two."""
-    pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed", "weights")]
-    if there.get("method") == here["method"]:
-        for key in ("recipe", "switches"):
-            old = there.get(key)
-            pairs += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
-    parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in pairs if old != new]
-    if parts:
-        return f"It differs in {'; '.join(parts)}."
-    if there.get("method_file") != here["method_file"]:
-        return "The file of its method has been edited since."
-    data = there.get("data")
-    changed = [n for n, value in here["data"].items() if isinstance(data, dict) and data.get(n) != value]
-    return "Its images have changed since" + (f": those of {', '.join(changed)}." if changed else ".")
-
-
-def _show(value: Any) -> str:
-    return ">".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -93,7 +93,7 @@ class TestRun:
         assert "Traceback" not in result.err
 
     def test_a_half_finished_set_is_continued(self, monkeypatch):
-        words = ["run", *OPTIONS, *BOTH, "--seed", 1, "--seed", 2, *IN_TURN]
+        words = ["run", *OPTIONS, *BOTH, "--seed", 1, "--seed", 2, *IN_TURN, "--no-reuse-source"]
         real, count = Run.events, []
 
         def interrupted(self):

@@ -1,0 +1,81 @@
+"""Whether a folder can be a run's directory: it is new, or holds that run, and never anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ratp.errors import RunDirectoryError
+from ratp.files import is_leftover, read_json
+from ratp.lock import LOCK_FILE
+
+START_ANEW = "Remove the folder to start anew, or choose another with --out."
+
+
+def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a folder that is not this run's, before anything is written to it.
+
+    Args:
+        folder: The folder; made if it does not exist.
+        config: What the run's ``config.json`` is to hold.
+
+    Raises:
+        RunDirectoryError: If it is not.
+    """
+    if not holds_run(folder):
+        return
+    try:
+        there = read_json(folder / "config.json")
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{error} {START_ANEW}") from error
+    if "fingerprint" not in there or "method" not in there:
+        raise RunDirectoryError(
+            f"{folder} holds a config.json that ratp did not write. Choose another folder with --out."
+        )
+    if there.get("fingerprint") != config["fingerprint"]:
+        raise RunDirectoryError(
+            f"{folder} holds another run. {_differences(there, config)} Choose another folder with --out."
+        )
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run. One that does not exist is made.
+
+    Raises:
+        RunDirectoryError: If it cannot be used, or holds other files and no run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        present = {item.name for item in folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
+        ) from error
+    if present and "config.json" not in present:
+        some = ", ".join(sorted(present)[:3])
+        raise RunDirectoryError(
+            f"{folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
+        )
+    return bool(present)
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What two configurations disagree about, in a sentence or two."""
+    pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed", "weights")]
+    if there.get("method") == here["method"]:
+        for key in ("recipe", "switches"):
+            old = there.get(key)
+            pairs += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
+    parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in pairs if old != new]
+    if parts:
+        return f"It differs in {'; '.join(parts)}."
+    if there.get("method_file") != here["method_file"]:
+        return "The file of its method has been edited since."
+    data = there.get("data")
+    changed = [n for n, value in here["data"].items() if isinstance(data, dict) and data.get(n) != value]
+    return "Its images have changed since" + (f": those of {', '.join(changed)}." if changed else ".")
+
+
+def _show(value: Any) -> str:
+    return ">".join(map(str, value)) if isinstance(value, list) else str(value)
