@@ -57,7 +57,7 @@ training, and every mean with such a number in it.
 
 ## What is not as in the paper
 
-* Digits: 20,000 images each of MNIST, MNIST-M, SVHN and SYN, fewer than the paper has; all 9,298 of USPS.
+* Digits: 20,000 images each of MNIST, MNIST-M, SVHN and SYN, where the usual collection has 34,000; all 9,298 of USPS.
 * SYN ({SYN}) is rendered anew after the published recipe and harder than the original.
 * PACS went through WebP, and its images are resized before they are cropped. ResNet-50 starts from ImageNet weights
   whose convolutions are rounded to 16 bits.

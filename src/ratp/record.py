@@ -2,15 +2,16 @@
 
 A run directory is readable without this package::
 
-    config.json          what was asked for, every value spelled out
-    environment.json     versions, device, threads
-    journal.jsonl        one line an epoch, a stage, a probe
-    matrix.json          accuracies and metrics, a row a finished stage
-    samples.safetensors  a few images and what the method made of them (if it augments)
-    features-*.safetensors  embeddings of some test images after each stage (if asked for)
-    state.safetensors    the method after its last finished stage
-    weights.safetensors  the final network, once the run is complete
-    predictions-*.csv    what it says about the images of domains without labels
+    config.json              what was asked for, every value spelled out
+    environment.json         versions, device, threads
+    journal.jsonl            one line an epoch, a stage, a probe
+    matrix.json              accuracies and metrics, a row a finished stage
+    samples.safetensors      a few images and what the method made of them (if it augments)
+    features-*.safetensors   embeddings of some test images after each stage (if asked for)
+    state.safetensors        the method after its last finished stage
+    checkpoint*.safetensors  where the stage under way is; gone when it is finished
+    weights.safetensors      the final network, once the run is complete
+    predictions-*.csv        what it says about the images of domains without labels
 
 A *result* is the same without the tensors, in one small JSON file that can be kept in a repository.
 """
