@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from helpers import same_tensors
 from ratp.errors import RunDirectoryError
 from ratp.files import read_json, read_tensors, write_bytes, write_json, write_tensors, write_text
 
@@ -227,17 +228,23 @@ class TestTensors:
         with pytest.raises(RunDirectoryError, match="damaged or no safetensors"):
             read_tensors(path)
 
-    @given(position=st.integers(0, 500), value=st.integers(0, 255))
-    def test_a_changed_byte_is_damaged_or_read_as_tensors(self, folder, position, value):
-        data = bytearray(save(TENSORS, metadata={"stage": "2"}))
-        data[position % len(data)] = value
+    @given(position=st.integers(0, 2000), bit=st.integers(0, 7))
+    def test_a_flipped_bit_is_noticed_or_makes_no_difference(self, folder, position, bit):
         path = folder / "changed.safetensors"
+        write_tensors(path, TENSORS, {"stage": "2"})
+        data = bytearray(path.read_bytes())
+        data[position % len(data)] ^= 1 << bit
         path.write_bytes(bytes(data))
         try:
             tensors, _ = read_tensors(path)
         except RunDirectoryError:
             return
-        assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+        assert same_tensors(tensors, TENSORS)
+
+    def test_files_of_others_have_no_hash_and_are_read(self, tmp_path):
+        (tmp_path / "foreign.safetensors").write_bytes(save(TENSORS, metadata={"format": "pt"}))
+        tensors, metadata = read_tensors(tmp_path / "foreign.safetensors")
+        assert same_tensors(tensors, TENSORS) and metadata == {}
 
     @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "C64", "X9"])
     def test_kinds_of_numbers_from_elsewhere_are_refused_or_read(self, tmp_path, dtype):

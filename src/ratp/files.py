@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor
 from ratp.errors import RunDirectoryError
 
 _TEMPORARY = ".part-"
+_HASH = "sha256"
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -26,7 +30,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         RunDirectoryError: If the folder cannot be written, with the reason.
     """
-    try:
+    with writing(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{_TEMPORARY}")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -39,10 +43,20 @@ def write_bytes(path: Path, data: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
         _sync_folder(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within the block, a disk that is full or cannot be written is the user's to put right.
+
+    Raises:
+        RunDirectoryError: If it is, with the path, the reason and what to do.
+    """
+    try:
+        yield
     except OSError as error:
-        raise RunDirectoryError(
-            f"cannot write {path}: {error.strerror or error}. Choose a folder you may write to, with room left."
-        ) from error
+        advice = "Make room; the same command goes on" if error.errno in _NO_ROOM else "Choose a folder you may write to"
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}. {advice}.") from error
 
 
 def is_leftover(path: Path) -> bool:
@@ -97,27 +111,39 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
-    """Replaces a safetensors file in one step; ``metadata`` is kept as JSON."""
-    about = {"about": json.dumps(dict(metadata))} if metadata else None  # one key has one order
+    """Replaces a safetensors file in one step; ``metadata`` is kept as JSON, with a hash of it and all tensors."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # none share memory
-    write_bytes(path, save(plain, metadata=about))
+    about = json.loads(json.dumps(dict(metadata or {})))
+    about[_HASH] = _hash_of_file(plain, about)
+    write_bytes(path, save(plain, metadata={"about": json.dumps(about)}))  # one key has one order
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads a safetensors file: its tensors, as copies in memory, and its metadata.
 
     Raises:
-        RunDirectoryError: If the file is missing, truncated or foreign.
+        RunDirectoryError: If the file is missing, truncated, foreign, or not as :func:`write_tensors` wrote it. Files
+            of others have no hash to tell by.
     """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             about = json.loads((file.metadata() or {}).get("about", "{}"))
+        about = about if isinstance(about, dict) else {}
+        expected = about.pop(_HASH, None)
+        is_whole = expected is None or expected == _hash_of_file(tensors, about)
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{path} is missing.") from error
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{path} is damaged or no safetensors file: {error}.") from error
-    return tensors, about if isinstance(about, dict) else {}
+    if not is_whole:
+        raise RunDirectoryError(f"{path} is damaged: its contents are not what was written.")
+    return tensors, about
+
+
+def _hash_of_file(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    text = json.dumps([hash_of(tensors), about], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ratp.errors import RunDirectoryError
@@ -36,15 +36,21 @@ def exclusive(folder: Path) -> Iterator[None]:
     try:
         try:
             _take(handle)
-        except OSError as error:
+        except BlockingIOError as error:
             raise RunDirectoryError(
                 f"{folder} is in use by {_holder(path)}. Wait for it to end, or choose another folder with --out."
             ) from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot lock {path}: {error.strerror}. Choose a folder on another file system with --out."
+            ) from error
         holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(holder).encode(), 0)
+        with suppress(OSError):  # a full disk: it is held all the same
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(holder).encode(), 0)
         yield
-        os.ftruncate(handle, 0)
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
     finally:
         os.close(handle)
 

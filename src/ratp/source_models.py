@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ratp.errors import RunDirectoryError
-from ratp.files import hash_of, read_tensors, write_tensors
+from ratp.files import read_tensors, write_tensors
 from ratp.notes import Note
 
 # Networks kept; the one that was used least recently goes first.
@@ -64,7 +64,7 @@ class SourceModels:
         path = self._path(key)
         with suppress(OSError, RunDirectoryError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, tensors, {"key": path.stem, "hash": hash_of(tensors)})
+            write_tensors(path, tensors, {"key": path.stem})
             kept = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
             for file in kept[:-MOST]:
                 file.unlink()
@@ -142,7 +142,7 @@ def _read(path: Path) -> dict[str, Tensor] | None:
         tensors, about = read_tensors(path)
     except RunDirectoryError:
         return None
-    if about.get("key") != path.stem or about.get("hash") != hash_of(tensors):
+    if about.get("key") != path.stem:
         return None
     with suppress(OSError):
         path.touch()
