@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from ratp.errors import RunDirectoryError
 from ratp.files import write_json
 from ratp.matrix import Matrix
-from ratp.record import SCHEMA, RunRecord, read_journal, read_run
+from ratp.record import RunRecord, read_journal, read_run
+from ratp.schema import CONFIG as FORM
 
 CONFIG = {
-    "schema": SCHEMA,
     "method": "ratp",
     "preset": "official",
     "changed": {},
@@ -42,7 +42,7 @@ PLAIN = (
 def run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "config.json", FORM.marked(CONFIG))
     write_json(folder / "environment.json", ENVIRONMENT)
     write_json(folder / "matrix.json", MATRIX.to_json())
     (folder / "journal.jsonl").write_text("".join(line + "\n" for line in LINES))
@@ -109,7 +109,7 @@ class TestRunDirectory:
         with pytest.raises(RunDirectoryError, match="schema"):
             read_run(run_folder)
 
-    @pytest.mark.parametrize("missing", ["method", "seed", "order", "stream", "schema"])
+    @pytest.mark.parametrize("missing", ["method", "seed", "order", "stream"])
     def test_a_config_lacking_something_is_refused(self, run_folder, missing):
         write_json(run_folder / "config.json", {k: v for k, v in CONFIG.items() if k != missing})
         with pytest.raises(RunDirectoryError):

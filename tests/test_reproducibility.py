@@ -11,7 +11,7 @@ from ratp.errors import RatpError
 from ratp.matrix import METRICS, Matrix
 from ratp.plan import RunRequest, resolve
 from ratp.published import Published, cells
-from ratp.record import SCHEMA, RunRecord
+from ratp.record import RunRecord
 from ratp.statistics import summarise
 from ratp.streams.benchmarks import DIGITS, PACS
 
@@ -28,7 +28,6 @@ CELL = Published("main", 2, "pacs", ORDER, "default", "TDA", "A", "shot", 85.0)
 def record(path="shot.json", stream="pacs", order=ORDER, level=80.0, accuracy=None, **config):
     """A run whose accuracies are all the same, unless they are given."""
     defaults = {
-        "schema": SCHEMA,
         "ratp": "0.1.0",
         "stream": stream,
         "order": list(order),

@@ -7,6 +7,7 @@ it was written, or belongs to another run or stage, counts for nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ratp.errors import RatpError
-from ratp.files import read_tensors, write_tensors, writing
+from ratp.files import hash_of, read_tensors, write_tensors, writing
+from ratp.schema import CHECKPOINT, NewerFileError
 from ratp.snapshot import Snapshot
 
 LATEST, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
-_SCHEMA = 2
 
 
 @dataclass
@@ -68,7 +71,7 @@ class Checkpoints:
         """Writes a checkpoint; the latest one becomes the one before."""
         changes = json.dumps([checkpoint.snapshot.changes, checkpoint.statistics, checkpoint.events], sort_keys=True)
         about = {
-            "schema": _SCHEMA,
+            **CHECKPOINT.mark,
             "fingerprint": self._fingerprint,
             "stage": checkpoint.stage,
             "place": list(checkpoint.place),
@@ -83,7 +86,11 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def found(self, stage: int) -> Iterator[Checkpoint]:
-        """The checkpoints of a stage that can be trusted, the latest first."""
+        """The checkpoints of a stage that can be trusted, the latest first.
+
+        Raises:
+            NewerFileError: If one is of a later version.
+        """
         for name in (LATEST, BEFORE):
             checkpoint = self._read(self._folder / name, stage)
             if checkpoint is not None:
@@ -100,8 +107,9 @@ class Checkpoints:
         if not path.exists():
             return None
         try:
-            tensors, about = read_tensors(path)
-            if (about["schema"], about["fingerprint"], about["stage"]) != (_SCHEMA, self._fingerprint, stage):
+            tensors, written = read_tensors(path)
+            about = CHECKPOINT.read(written, path)
+            if (about["fingerprint"], about["stage"]) != (self._fingerprint, stage) or not _is_whole(written, tensors):
                 return None
             changes, statistics, events = json.loads(about["changes"])
             phase, epochs = about["place"]
@@ -114,5 +122,14 @@ class Checkpoints:
                 statistics=statistics,
                 events=events,
             )
-        except (RatpError, KeyError, TypeError, ValueError):
+        except NewerFileError:
+            raise
+        except (RatpError, KeyError, TypeError, ValueError, RecursionError):
             return None
+
+
+def _is_whole(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a checkpoint of version 1, which has a hash of its own, is as it was written; others are."""
+    rest = {name: value for name, value in about.items() if name != "hash"}
+    text = json.dumps(rest, sort_keys=True).encode()
+    return rest == about or about["hash"] == hash_of(tensors) + hashlib.sha256(text).hexdigest()

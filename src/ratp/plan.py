@@ -25,7 +25,7 @@ from ratp.methods import METHODS
 from ratp.precision import Precision, find_precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, follow_backbone
-from ratp.record import SCHEMA
+from ratp.schema import CONFIG
 from ratp.source_models import SourceModels
 from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.streams import find_stream
@@ -184,7 +184,7 @@ class RunPlan:
             "weights": self.weights.sha256 if self.weights else None,
         }
         about = {
-            "schema": SCHEMA,
+            **CONFIG.mark,
             "ratp": __version__,
             "preset": self.preset,
             "changed": dict(self.changed),

@@ -27,12 +27,14 @@ from typing import Any
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import read_json, write_json
 from ratp.matrix import Matrix
+from ratp.schema import CONFIG, ENVIRONMENT, JOURNAL, MATRIX, RESULT
 
-SCHEMA = 1
 RESULT_KIND = "ratp result"
 
 # Mark of results that true labels of targets went into.
 ORACLE = "knows target labels"
+# Events of a journal that a result keeps.
+_KEPT = ("stage_finished", "probe")
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class RunRecord:
 
     Attributes:
         path: Run directory or result file it was read from.
-        config: Contents of ``config.json``.
-        environment: Contents of ``environment.json``.
+        config: Contents of ``config.json``, in the present form.
+        environment: Contents of ``environment.json``, likewise.
         matrix: Accuracies of the finished stages.
         journal: Events in order.
         name: What to call it in tables; None: after its method and what was changed.
@@ -98,6 +100,12 @@ class RunRecord:
         """Training time of the finished stages."""
         return sum(float(e["seconds"]) for e in self.events("stage_finished"))
 
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """What it went on with that it did not begin with: versions, device; a text a time, each once."""
+        found = (describe_changes(event.get("environment")) for event in self.events("run_resumed"))
+        return tuple(dict.fromkeys(text for text in found if text))
+
     def events(self, kind: str) -> list[Mapping[str, Any]]:
         """The journal's events of one kind, in order."""
         return [event for event in self.journal if event.get("event") == kind]
@@ -106,16 +114,22 @@ class RunRecord:
         """The run as a result: everything but the tensors."""
         return {
             "kind": RESULT_KIND,
-            "schema": SCHEMA,
-            "config": dict(self.config),
+            **RESULT.mark,
+            "config": CONFIG.marked(self.config),
             "environment": dict(self.environment),
             "matrix": self.matrix.to_json(),
-            "journal": [e for e in self.journal if e.get("event") in ("stage_finished", "probe")],
+            "journal": [e for e in self.journal if e.get("event") in _KEPT or e.get("environment")],
         }
 
     def export(self, path: Path) -> None:
         """Writes the run as a result file."""
         write_json(path, self.to_json())
+
+
+def describe_changes(found: object) -> str:
+    """What changed in the environment of a run, as its journal has it, in words."""
+    pairs = found.items() if isinstance(found, dict) else ()
+    return ", ".join(f"{name} {v[0]} → {v[1]}" for name, v in pairs if isinstance(v, list) and len(v) == 2)
 
 
 def read_run(path: Path | str) -> RunRecord:
@@ -128,8 +142,6 @@ def read_run(path: Path | str) -> RunRecord:
     config, environment, matrix, journal = _read_result(path) if path.is_file() else _read_folder(path)
     if not isinstance(config, dict) or not _CONFIG_KEYS.keys() <= config.keys():
         raise RunDirectoryError(f"{path} was not written by ratp: its config lacks {', '.join(_CONFIG_KEYS)}.")
-    if config["schema"] != SCHEMA:
-        raise RunDirectoryError(f"{path} has schema {config['schema']!r}; this version reads schema {SCHEMA}.")
     wrong = [f"{name} {config[name]!r}" for name, kind in _CONFIG_KEYS.items() if not isinstance(config[name], kind)]
     parts = {"environment": (environment, dict), "matrix": (matrix, dict), "journal": (journal, list)}
     wrong += [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
@@ -145,7 +157,6 @@ def read_run(path: Path | str) -> RunRecord:
 
 
 _CONFIG_KEYS: dict[str, type] = {
-    "schema": int,
     "stream": str,
     "order": list,
     "method": str,
@@ -162,9 +173,11 @@ def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
         raise RunDirectoryError(f"{error} Give a run directory or an exported result.") from error
     if data.get("kind") != RESULT_KIND:
         raise RunDirectoryError(f"{path} is no ratp result file; give a run directory or an exported result.")
-    if data.get("schema") != SCHEMA:
-        raise RunDirectoryError(f"{path} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}.")
-    return data.get("config"), data.get("environment"), data.get("matrix"), data.get("journal")
+    data = RESULT.read(data, path)
+    config = data.get("config")
+    if isinstance(config, dict):
+        config = CONFIG.read(config, f"the config in {path}")
+    return config, data.get("environment"), data.get("matrix"), data.get("journal")
 
 
 def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
@@ -172,7 +185,8 @@ def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
         raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
     if not (path / "config.json").is_file():
         raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
-    config, environment, matrix = (read_json(path / f"{name}.json") for name in ("config", "environment", "matrix"))
+    forms = {"config.json": CONFIG, "environment.json": ENVIRONMENT, "matrix.json": MATRIX}
+    config, environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())
     return config, environment, matrix, read_journal(path / "journal.jsonl")
 
 
@@ -208,5 +222,5 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             raise RunDirectoryError(f"{path}:{number} is damaged: {error}.") from error
         if not _is_event(event):
             raise RunDirectoryError(f"{path}:{number} is damaged: it is no event of a run.")
-        events.append(event)
+        events.append(JOURNAL.read(event, f"{path}:{number}"))
     return events

@@ -9,6 +9,7 @@ from typing import Any
 from ratp.errors import RunDirectoryError
 from ratp.files import is_leftover, read_json
 from ratp.lock import LOCK_FILE
+from ratp.schema import CONFIG, NewerFileError
 
 START_ANEW = "Remove the folder to start anew, or choose another with --out."
 
@@ -26,7 +27,9 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     if not holds_run(folder):
         return
     try:
-        there = read_json(folder / "config.json")
+        there = CONFIG.read(read_json(folder / "config.json"), folder / "config.json")
+    except NewerFileError:
+        raise
     except RunDirectoryError as error:
         raise RunDirectoryError(f"{error} {START_ANEW}") from error
     if "fingerprint" not in there or "method" not in there:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ratp.errors import RunDirectoryError
 from ratp.files import read_tensors, write_tensors
 from ratp.notes import Note
+from ratp.schema import SOURCE_MODEL
 
 # Networks kept; the one that was used least recently goes first.
 MOST = 40
@@ -64,7 +65,7 @@ class SourceModels:
         path = self._path(key)
         with suppress(OSError, RunDirectoryError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, tensors, {"key": path.stem})
+            write_tensors(path, tensors, SOURCE_MODEL.marked({"key": path.stem}))
             kept = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
             for file in kept[:-MOST]:
                 file.unlink()
@@ -140,6 +141,7 @@ def _read(path: Path) -> dict[str, Tensor] | None:
     """What was kept in a file; None if it is not there, or not as it was written."""
     try:
         tensors, about = read_tensors(path)
+        about = SOURCE_MODEL.read(about, path)
     except RunDirectoryError:
         return None
     if about.get("key") != path.stem:

@@ -22,6 +22,7 @@ from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import RunPlan
 from ratp.record import RunRecord, read_run
 from ratp.run import Run
+from ratp.schema import CONFIG, FAILURE, MATRIX, STUDY
 from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
@@ -98,7 +99,8 @@ class Study:
     def reason(self, entry: Entry) -> str:
         """Why a run failed."""
         try:
-            kept = str(read_json(self._failure_file(entry)).get("error", ""))
+            file = self._failure_file(entry)
+            kept = str(FAILURE.read(read_json(file), file).get("error", ""))
         except RatpError:
             kept = ""
         return kept.strip() or "no reason was kept"
@@ -137,7 +139,7 @@ class Study:
         """
         about = self.folder / ABOUT
         if _exists(about):
-            other = read_json(about).get("study")
+            other = STUDY.read(read_json(about), about).get("study")
             if other != self.name:
                 raise RunDirectoryError(
                     f"{self.folder} belongs to the study {other!r}, not to {self.name!r}. Choose another with --out."
@@ -155,7 +157,7 @@ class Study:
             raise RunDirectoryError(
                 f"cannot use {self.folder} for a study: {error.strerror}. Choose another with --out."
             ) from error
-        write_json(about, {"study": self.name, "title": self.title})
+        write_json(about, STUDY.marked({"study": self.name, "title": self.title}))
 
     def note_failure(self, entry: Entry, error: Exception) -> None:
         """Keeps the reason why a run failed.
@@ -168,7 +170,7 @@ class Study:
             file.parent.mkdir(exist_ok=True)
         except OSError as failure:
             raise RunDirectoryError(f"cannot write {file.parent}: {failure.strerror}.") from failure
-        write_json(file, {"run": entry.title, "error": str(error)})
+        write_json(file, FAILURE.marked({"run": entry.title, "error": str(error)}))
 
     def clear_failure(self, entry: Entry) -> None:
         """Forgets an earlier failure: the run has come to its end."""
@@ -254,7 +256,8 @@ def _is_finished(entry: Entry) -> bool:
     if not _exists(entry.folder / "weights.safetensors"):
         return False
     try:
-        matrix, config = (read_json(entry.folder / f"{name}.json") for name in ("matrix", "config"))
+        forms = {"matrix.json": MATRIX, "config.json": CONFIG}
+        matrix, config = (form.read(read_json(entry.folder / n), entry.folder / n) for n, form in forms.items())
         return Matrix.from_json(matrix).complete and _decided(config) == _decided(entry.plan.decisions())
     except RatpError:
         return False

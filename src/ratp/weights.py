@@ -16,6 +16,7 @@ from ratp.checkpoint import looks_like, read_pickle
 from ratp.errors import ConfigError, RatpError, unknown
 from ratp.files import read_tensors
 from ratp.fit import OWN_PREFIX, best_fit, fitting_backbone, refuse_non_numbers
+from ratp.schema import WEIGHTS
 
 # Endings of files that hold pickles.
 PICKLED = frozenset({".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".th"})
@@ -125,7 +126,8 @@ def _read_file(asked: str, backbone: str) -> Weights:
         problem = looks_like(path)
         if problem:
             raise RatpError(f"the weights file {asked} {problem}.")
-        tensors, _ = read_tensors(path)
+        tensors, about = read_tensors(path)
+        WEIGHTS.read(about, path)
         return Weights(path.name, sha256_of_file(path), tensors)
     except OSError as error:
         raise ConfigError(f"cannot read the weights file {asked!r}: {error.strerror or error}.") from error

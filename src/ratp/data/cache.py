@@ -15,6 +15,7 @@ from pathlib import Path
 from ratp.domain import LabelledDomain
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import read_tensors, write_tensors
+from ratp.schema import DRAWN_DOMAIN
 
 
 def cache_folder() -> Path:
@@ -62,7 +63,7 @@ def _store(path: Path, key: str, domain: LabelledDomain) -> None:
     if domain.held_out is not None:
         tensors["held_out"] = domain.held_out
     about = {"key": key, "name": domain.name, "classes": domain.classes, "fingerprint": domain.fingerprint()}
-    write_tensors(path, tensors, about)
+    write_tensors(path, tensors, DRAWN_DOMAIN.marked(about))
 
 
 def _load(path: Path, key: str) -> LabelledDomain:
@@ -72,6 +73,7 @@ def _load(path: Path, key: str) -> LabelledDomain:
         RatpError, KeyError, TypeError, ValueError: If it is anything else.
     """
     tensors, about = read_tensors(path)
+    about = DRAWN_DOMAIN.read(about, path)
     domain = LabelledDomain(
         about["name"], tensors["images"], tensors["labels"], tuple(about["classes"]), tensors.get("held_out")
     )

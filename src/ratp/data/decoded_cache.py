@@ -26,8 +26,8 @@ from ratp.data.manifest import Manifest
 from ratp.data.manifest_file import read_manifest, write_manifest
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import read_json, write_json
+from ratp.schema import DECODED
 
-FORMAT = 1
 _FOLDER = "decoded"
 
 
@@ -81,7 +81,7 @@ class Slot:
     def load(self) -> tuple[Tensor, Manifest] | None:
         """The entry, or None if it is missing, damaged or not ours. No image is read."""
         try:
-            index = read_json(self._path("json"))
+            index = DECODED.read(read_json(self._path("json")), self._path("json"))
             manifest = self._path("manifest.json")
             if any(index.get(name) != value for name, value in self._claims().items()):
                 return None
@@ -155,13 +155,13 @@ class Slot:
             write_manifest(self._path("manifest.json"), manifest)
             sha256 = hashlib.sha256(self._path("manifest.json").read_bytes()).hexdigest()
             about = {"name": manifest.name, "images": len(manifest.usable), "manifest_sha256": sha256}
-            write_json(self._path("json"), {**self._claims(), **about})
+            write_json(self._path("json"), DECODED.marked({**self._claims(), **about}))
         except BaseException:
             _remove(self.folder, self.key)
             raise
 
     def _claims(self) -> dict[str, object]:
-        return {"format": FORMAT, "key": self.key, "height": self.height, "width": self.width}
+        return {"key": self.key, "height": self.height, "width": self.width}
 
 
 class Part(NamedTuple):
@@ -224,7 +224,7 @@ def _entry(folder: Path, key: str, files: list[os.stat_result]) -> CacheEntry:
     size = sum(file.st_size for file in files)
     index = folder / f"{key}.json"
     try:
-        about = read_json(index)
+        about = DECODED.read(read_json(index), index)
         numbers = int(about["images"]), int(about["height"]), int(about["width"])
         return CacheEntry(key, str(about["name"]), *numbers, size, index.stat().st_mtime)
     except (RatpError, OSError, KeyError, TypeError, ValueError):

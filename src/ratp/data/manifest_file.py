@@ -10,8 +10,7 @@ from ratp.data.listing import Unreadable
 from ratp.data.manifest import FileRecord, Manifest
 from ratp.errors import RatpError
 from ratp.files import read_json, write_json
-
-FORMAT = 1
+from ratp.schema import MANIFEST
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -29,7 +28,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         RatpError: If the file is missing or holds no manifest.
     """
-    data = read_json(path)
+    data = MANIFEST.read(read_json(path), path)
     try:
         return manifest_from_json(data)
     except RatpError as error:
@@ -42,7 +41,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
     way_index = {way: k for k, way in enumerate(ways)}
     class_index = {name: k for k, name in enumerate(manifest.classes or ())}
     return {
-        "format": FORMAT,
+        **MANIFEST.mark,
         "name": manifest.name,
         "classes": manifest.classes,
         "conversions": ways,
@@ -62,14 +61,12 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
-    """The manifest that :func:`manifest_to_json` wrote.
+    """The manifest that :func:`manifest_to_json` described, in the present form.
 
     Raises:
         RatpError: If it is anything else.
     """
     try:
-        if data["format"] != FORMAT:
-            raise RatpError(f"a manifest of format {data['format']!r}, this version reads {FORMAT}.")
         ways = [tuple(way) for way in data["conversions"]]
         classes = None if data["classes"] is None else tuple(data["classes"])
         columns = data["files"]

@@ -19,6 +19,7 @@ from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import read_tensors
 from ratp.record import RunRecord
 from ratp.report.style import COLOURS, MARKERS, QUIET, house_style, plain
+from ratp.schema import FEATURES
 
 # Points of a stage: t-SNE takes a second or two for so many.
 MOST = 1000
@@ -56,6 +57,7 @@ def feature_maps(run: RunRecord) -> Figure | None:
 def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The tensors of a file, at most so many points of it, drawn evenly, and what is said about them."""
     tensors, about = read_tensors(path)
+    about = FEATURES.read(about, path)
     try:
         count = len(tensors["embedding"])
         chosen = np.linspace(0, count - 1, min(count, MOST)).round().astype(int)

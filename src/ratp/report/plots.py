@@ -36,6 +36,7 @@ from ratp.report.style import (
     plain,
 )
 from ratp.report.summary import Group, Spread
+from ratp.schema import SAMPLES
 
 _HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.04, 0.88, 256)))
 _SAMPLE_COLUMNS = 10
@@ -134,7 +135,8 @@ def sample_sheet(run: RunRecord) -> Figure | None:
     """
     if run.samples is None:
         return None
-    tensors, _ = read_tensors(run.samples)
+    tensors, about = read_tensors(run.samples)
+    SAMPLES.read(about, run.samples)
     rows = {name: _strip(run, name, tensors[name]) for name in sorted(tensors, key=_sample_order)}
     if not rows:
         return None
