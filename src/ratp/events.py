@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ratp.method import Tick
 
@@ -53,13 +54,18 @@ class Probed:
 
 @dataclass(frozen=True)
 class StageFinished:
-    """A stage ended and was saved."""
+    """A stage ended and was saved.
+
+    Attributes:
+        guard: What the guard made of it, as in the journal; None: nothing.
+    """
 
     stage: int
     domain: str
     accuracy: Mapping[str, float]
     statistics: Mapping[str, float]
     seconds: float
+    guard: Mapping[str, Any] | None = None
 
 
 Event = StageStarted | Trained | Probed | StageFinished

@@ -20,6 +20,7 @@ from ratp.config import as_dict, override
 from ratp.data.cache import cache_folder
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, unknown
+from ratp.guard import ACT, Mode, find_mode
 from ratp.method import Method, Setting
 from ratp.methods import METHODS
 from ratp.precision import Precision, find_precision
@@ -61,6 +62,7 @@ class RunRequest:
         weights: What the feature extractor starts from: a ``.safetensors`` file, ``imagenet`` for the published
             weights, ``none`` for random numbers; ``auto``: what is usual for it.
         precision: ``fp32``, ``tf32``, ``bf16``, or ``auto``.
+        guard: ``off``, ``record``, ``act``, or ``auto``: act on own images, record on the streams that come along.
     """
 
     stream: str = "demo"
@@ -76,6 +78,7 @@ class RunRequest:
     data: DataOptions = field(default_factory=DataOptions)
     weights: str = "auto"
     precision: str = "auto"
+    guard: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class RunPlan:
         data: How to read images from files.
         weights_from: What the feature extractor starts from: a file, ``imagenet`` or ``none``.
         precision: How exactly to compute.
+        guard: Whether stages are judged, and whether those that are refused are undone.
         request: What it was resolved from, for another process to resolve again; None if it was made by hand.
     """
 
@@ -110,6 +114,7 @@ class RunPlan:
     data: DataOptions = field(default_factory=DataOptions)
     weights_from: str = NO_WEIGHTS
     precision: Precision = "fp32"
+    guard: Mode = "record"
     request: RunRequest | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -162,6 +167,7 @@ class RunPlan:
 
     def decisions(self) -> dict[str, Any]:
         """All that determines the result, but for images and weights, as plain data."""
+        acting = {"guard": ACT} if self.guard == ACT else {}
         return {
             "stream": self.spec.name,
             "order": list(self.order),
@@ -170,11 +176,15 @@ class RunPlan:
             "seed": self.seed,
             "recipe": as_dict(self.recipe),
             "switches": as_dict(self.config),
+            **acting,
         }
 
     def digest(self) -> str:
-        """sha256 of the decisions, for a folder's name."""
-        return _sha256(self.decisions() | {"weights": self.weights_from})
+        """sha256 of the decisions, for a folder's name. The usual guard of a stream is no decision."""
+        decisions = {name: value for name, value in self.decisions().items() if name != "guard"}
+        acts, usually = (mode == ACT for mode in (self.guard, usual_guard(self.spec)))
+        unusual = {"guard": acts} if acts != usually else {}
+        return _sha256(decisions | {"weights": self.weights_from} | unusual)
 
     def to_json(self, stream: Stream) -> dict[str, Any]:
         """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights."""
@@ -221,6 +231,7 @@ def resolve(request: RunRequest) -> RunPlan:
     seed = attempt(lambda: _parse_seed(request.seed))
     device = attempt(lambda: find_device(request.device))
     precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
+    guard = attempt(lambda: find_mode(request.guard, usual_guard(spec) if spec else "record"))
     order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
     base = attempt(lambda: preset_config(method, request.preset)) if method else None
     if not method:
@@ -239,7 +250,7 @@ def resolve(request: RunRequest) -> RunPlan:
     changed = attempt(lambda: _change(sizes, possible, request.changes))
     if problems:
         raise ConfigError(problems)
-    assert spec and method and order and changed and device and precision and seed is not None
+    assert spec and method and order and changed and device and precision and guard and seed is not None
     recipe, config = changed
     before, after = as_dict(sizes) | as_dict(base), as_dict(recipe) | as_dict(config)
     before["network.backbone"] = own_backbone  # what follows from another is no change of its own, but it is one
@@ -258,11 +269,17 @@ def resolve(request: RunRequest) -> RunPlan:
         data=request.data,
         weights_from=weights,
         precision=precision,
+        guard=guard,
         request=request,
     )
     if weights != PUBLISHED:
         _ = plan.weights  # a file that does not fit is found now; what must be downloaded can wait for the images
     return plan
+
+
+def usual_guard(spec: StreamSpec) -> Mode:
+    """What the guard does unless it is told: it acts on own images; on the others it changes no result."""
+    return ACT if spec.values == FOLDERS else "record"
 
 
 def _find_stream(request: RunRequest) -> StreamSpec:

@@ -35,6 +35,7 @@ from ratp.files import (
     write_tensors,
     write_text,
 )
+from ratp.guard import ACT, Watch
 from ratp.lock import exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Progress, Tick, train, unpack
@@ -43,7 +44,7 @@ from ratp.plan import RunPlan
 from ratp.precision import use_precision
 from ratp.randomness import Randomness
 from ratp.record import RunRecord, read_journal, read_run
-from ratp.run_folder import START_ANEW, check_folder
+from ratp.run_folder import START_ANEW, as_begun, check_folder
 from ratp.snapshot import Marks
 from ratp.source_models import SourceModels
 from ratp.stream import Stream
@@ -117,8 +118,8 @@ class Run:
         features: bool = False,
         wait: bool = False,
     ) -> None:
-        self.plan = plan
         self.folder = Path(folder)
+        self.plan = as_begun(plan, self.folder)
         self.probe = probe
         self.capture = capture
         self.reuse_source = reuse_source
@@ -275,6 +276,7 @@ class Run:
 
     def _stage(self, stage: int) -> Iterator[Event]:
         name = self.stream.order[stage]
+        watch = self._watch(stage)
         work = self._prepare(stage)
         yield StageStarted(stage, name, work.images, work.total, work.done)
         self._note_start(name, work)
@@ -305,15 +307,16 @@ class Run:
             if self.save_every is not None and not saved:
                 self._save_checkpoint(work, time.perf_counter() - started)
             raise
+        guard = self._judge(watch) if watch else None
         row = self._row(stage)
         if self.probe and name in row:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = work.seconds + time.perf_counter() - started
         if self.features:
             self._save_features(stage)
-        self._finish_stage(stage, row, work.statistics, seconds)
+        self._finish_stage(stage, row, work.statistics, seconds, guard)
         self._checkpoints.remove()
-        yield StageFinished(stage, name, row, work.statistics, seconds)
+        yield StageFinished(stage, name, row, work.statistics, seconds, guard)
 
     @property
     def _captures(self) -> bool:
@@ -342,6 +345,22 @@ class Run:
             work.statistics, work.events = dict(checkpoint.statistics), checkpoint.events
             return work
         raise AssertionError("unreachable")
+
+    def _watch(self, stage: int) -> Watch | None:
+        """What the guard sees of the model before a target stage; None: it does not look."""
+        if stage == 0 or self.plan.guard == "off":
+            return None
+        return Watch(self.method, self.stream.targets[stage - 1], self.stream.source, Randomness(self.plan.seed))
+
+    def _judge(self, watch: Watch) -> dict[str, Any] | None:
+        """The guard's verdict on a stage, for the journal. Where the guard acts, a stage that it refuses is undone."""
+        verdict = watch.judge(self.method)
+        if verdict is None:
+            return None
+        undone = self.plan.guard == ACT and bool(verdict.reasons)
+        if undone:
+            self._load_state()
+        return {"rolled_back": undone, **verdict.to_json()}
 
     def _note_start(self, name: str, work: _Stage) -> None:
         """Notes the start of a stage, or what the journal had said of it before it was interrupted."""
@@ -388,7 +407,12 @@ class Run:
         return self.method.target_phases(with_images_on(target, device)), len(target)
 
     def _finish_stage(
-        self, stage: int, row: Mapping[str, float], statistics: Mapping[str, float], seconds: float
+        self,
+        stage: int,
+        row: Mapping[str, float],
+        statistics: Mapping[str, float],
+        seconds: float,
+        guard: Mapping[str, Any] | None,
     ) -> None:
         state = self.method.state()
         bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
@@ -403,6 +427,7 @@ class Run:
             "accuracy": dict(row),
             "statistics": dict(statistics),
             "seconds": round(seconds, 3),
+            **({"guard": guard} if guard else {}),
         }
         journal = read_journal(self.folder / "journal.jsonl")
         about = {

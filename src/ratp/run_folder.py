@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ratp.errors import RunDirectoryError
 from ratp.files import is_leftover, read_json
+from ratp.guard import ACT
 from ratp.lock import LOCK_FILE
+from ratp.plan import RunPlan
 from ratp.schema import CONFIG, NewerFileError
 
 START_ANEW = "Remove the folder to start anew, or choose another with --out."
@@ -42,6 +45,20 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def as_begun(plan: RunPlan, folder: Path) -> RunPlan:
+    """The plan with the guard that the run in a folder began with, unless one was asked for.
+
+    The guard acts on own images since there is one: runs that began before it go on without.
+    """
+    if plan.guard != ACT or plan.request is None or plan.request.guard != "auto":
+        return plan
+    try:
+        there = read_json(folder / "config.json")
+    except RunDirectoryError:
+        return plan
+    return plan if "guard" in there else replace(plan, guard="record")
+
+
 def holds_run(folder: Path) -> bool:
     """Whether a folder holds a run. One that does not exist is made.
 
@@ -70,6 +87,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         for key in ("recipe", "switches"):
             old = there.get(key)
             pairs += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
+    pairs.append(("guard", there.get("guard"), here.get("guard")))
     parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in pairs if old != new]
     if parts:
         return f"It differs in {'; '.join(parts)}."

@@ -178,6 +178,7 @@ def described(plan: RunPlan) -> dict[str, Any]:
         },
         "weights": plan.weights_from,  # auto may be something else there
         "precision": plan.precision,
+        "guard": plan.guard,
     }
     return {"request": asked, "same": _identity(plan)}
 

@@ -272,7 +272,7 @@ def _exists(path: Path) -> bool:
 
 def _decided(config: Mapping[str, Any]) -> str:
     """What determines a result, but for images and weights, as text to compare."""
-    keys = ("stream", "order", "method", "method_file", "seed", "recipe", "switches")
+    keys = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
     return repr([_plain(config.get(key)) for key in keys])
 
 

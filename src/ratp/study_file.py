@@ -54,6 +54,7 @@ _GRID: Mapping[str, type] = {
     "preset": str,
     "subset": bool,
     "precision": str,
+    "guard": str,
     "set": dict,
     "sweep": dict,
     "variant": list,
@@ -145,6 +146,7 @@ class _GridReader:
             stream=self._base.stream if stream is None else stream,
             subset=self._grid.get("subset", False),
             precision=self._grid.get("precision", self._base.precision),
+            guard=self._grid.get("guard", "record"),  # a study compares methods, not what was done about them
         )
         return [
             (row, replace(request, method=method, preset=preset, changes=changes, order=order, seed=seed))

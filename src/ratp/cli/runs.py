@@ -68,6 +68,14 @@ Features = Annotated[
         help="Keep embeddings of some test images after every stage; the report draws them. Changes no result.",
     ),
 ]
+Guard = Annotated[
+    str,
+    typer.Option(
+        "--guard",
+        help="Judge every target stage without labels: act undoes one that ruins the model or whose images are none, "
+        "record only notes it, off does neither; auto: act on own images, else record.",
+    ),
+]
 ReuseSource = Annotated[
     bool,
     typer.Option(
@@ -128,6 +136,7 @@ def run(
     features: Features = False,
     save_every: SaveEvery = SAVE_EVERY,
     reuse_source: ReuseSource = True,
+    guard: Guard = "auto",
     device: Device = "auto",
     precision: Precision = "auto",
     jobs: Jobs = "auto",
@@ -159,6 +168,7 @@ def run(
                 targets=tuple(targets or ()),
                 data=options,
                 weights=weights,
+                guard=guard,
             )
             for method, order, seed in combinations
         ]
