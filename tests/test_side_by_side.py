@@ -18,6 +18,7 @@ import torch
 
 import ratp.side_by_side as side_by_side
 from helpers import TINY, accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domains, toy_plan
+from own_images import images, put
 from ratp.device_copies import shared_copy, with_images_on
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Probed, StageFinished, StageStarted, Trained
@@ -26,7 +27,6 @@ from ratp.plan import RunRequest, resolve
 from ratp.record import RunRecord
 from ratp.run import Run
 from ratp.side_by_side import auto, run_all
-from streams.own_images import images, put
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

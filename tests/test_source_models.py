@@ -16,6 +16,7 @@ import torch
 import ratp.source_models as module
 from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
 from ratp.errors import TrainingError
+from ratp.notes import NotKeptWarning
 from ratp.run import Run
 from ratp.source_models import SourceModels
 
@@ -201,7 +202,8 @@ def test_a_damaged_file_is_not_believed(damage, tmp_path, cache):
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, cache):
     cache.mkdir(parents=True)
     cache.chmod(0o500)
-    assert not is_reused(run(tmp_path / "1"))
+    with pytest.warns(NotKeptWarning, match="the source network cannot be kept"):
+        assert not is_reused(run(tmp_path / "1"))
 
 
 def test_the_oldest_go(tmp_path, monkeypatch):

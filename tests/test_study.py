@@ -18,6 +18,7 @@ import pytest
 
 import ratp.study_file
 from helpers import accuracy_of, files_of
+from own_images import images, put
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import StageStarted
@@ -27,7 +28,6 @@ from ratp.record import RunRecord, read_run
 from ratp.run import Run
 from ratp.study import Study, run_study
 from ratp.study_file import read_study
-from streams.own_images import images, put
 from tiny_study import grid, study_file, traces
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from ratp.precision import Precision
 from ratp.version import __version__
 
+# Of these no result depends: the one is said by others, the other only limits them.
+_IDLE = ("determinism", "cores")
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "matplotlib", "safetensors")
 
 
@@ -30,6 +33,18 @@ def describe_environment(device: torch.device, precision: Precision = "fp32") ->
         "precision": precision,
         "determinism": "bitwise on one machine" if device.type == "cpu" else "within the seed spread",
     }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What differs between two environments, so far as a result may depend on it: both values, by name."""
+    old, new = _flat(before), _flat(now)
+    return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}
+
+
+def _flat(environment: Mapping[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages")
+    rest = {name: value for name, value in environment.items() if name not in ("packages", *_IDLE)}
+    return rest | (packages if isinstance(packages, dict) else {})
 
 
 def package_version(name: str) -> str | None:

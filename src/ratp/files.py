@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ratp.errors import RunDirectoryError
 
 _TEMPORARY = ".part-"
 _HASH = "sha256"
+_MOST_TEXT, _MOST_NESTED = 1 << 30, 64
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -55,8 +58,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "Make room; the same command goes on" if error.errno in _NO_ROOM else "Choose a folder you may write to"
-        raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}. {advice}.") from error
+        full = error.errno in _NO_ROOM
+        advice = "Make room, and the same command goes on." if full else "Choose a folder you may write to."
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}. {advice}") from error
 
 
 def is_leftover(path: Path) -> bool:
@@ -68,7 +72,8 @@ def remove_leftovers(folder: Path) -> None:
     """Removes all leftovers in a folder that no other writer uses."""
     for item in folder.iterdir():
         if is_leftover(item):
-            item.unlink(missing_ok=True)
+            with writing(item):
+                item.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -91,6 +96,54 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
+def read_bytes(path: Path) -> bytes:
+    """Reads a file of text or JSON, if it is one that can be: no pipe, no device, nothing larger than any of ours.
+
+    Raises:
+        RunDirectoryError: If it is missing or cannot be read.
+    """
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+            raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, not a file.")
+        if about.st_size > _MOST_TEXT:
+            raise RunDirectoryError(f"cannot read {path}: it has {about.st_size:,} bytes, more than ratp ever writes.")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} is missing.") from error
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Reads JSON as it is written here: finite numbers, and nothing that is nested without end.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    try:
+        data = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    layer = [data]
+    for _ in range(_MOST_NESTED):
+        layer = [part for item in layer if isinstance(item, dict | list) for part in _parts(item)]
+        if not layer:
+            return data
+    raise ValueError("it is nested too deeply")
+
+
+def _parts(item: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return item.values() if isinstance(item, dict) else item
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no number it can hold")
+    return number
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
@@ -98,12 +151,8 @@ def read_json(path: Path) -> dict[str, Any]:
         RunDirectoryError: If the file is missing, unreadable or holds no JSON object.
     """
     try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing.") from error
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+        data = parse_json(read_bytes(path))
+    except ValueError as error:
         raise RunDirectoryError(f"{path} is damaged: it holds no valid JSON ({error}).") from error
     if not isinstance(data, dict):
         raise RunDirectoryError(f"{path} is damaged: expected a JSON object, found {type(data).__name__}.")
@@ -134,7 +183,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         is_whole = expected is None or expected == _hash_of_file(tensors, about)
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{path} is missing.") from error
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise RunDirectoryError(f"{path} is damaged or no safetensors file: {error}.") from error
     if not is_whole:
         raise RunDirectoryError(f"{path} is damaged: its contents are not what was written.")

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
+
+# What a terminal may take for an order, or what turns the direction of a text around; but for the end of a line.
+_ORDERS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in _ORDERS if chr(code) not in "\n\t"}
 
 
 class Note(RuntimeWarning):
     """Something is done in another way, or later, than asked for. No result changes."""
+
+
+class NotKeptWarning(Note):
+    """Something could not be kept for the next time."""
+
+
+def note_not_kept(what: str, folder: Path, error: Exception) -> None:
+    """Says that a cache could not be written, and why."""
+    cause = error.__cause__ or error
+    reason = getattr(cause, "strerror", None) or cause
+    warnings.warn(f"{what} cannot be kept in {folder} for the next time: {reason}", NotKeptWarning, stacklevel=3)
+
+
+def harmless(text: str) -> str:
+    """A text that may be shown on a terminal, whoever wrote it."""
+    return text.translate(_HARMLESS)
 
 
 def print_plainly() -> None:
@@ -15,6 +36,8 @@ def print_plainly() -> None:
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
-        return f"note: {message}\n" if issubclass(category, Note) else usual(message, category, *where, **more)
+        if issubclass(category, Note):
+            return f"note: {harmless(str(message))}\n"
+        return usual(message, category, *where, **more)
 
     warnings.formatwarning = plain

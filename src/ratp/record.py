@@ -18,14 +18,14 @@ A *result* is the same without the tensors, in one small JSON file that can be k
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ratp.errors import RatpError, RunDirectoryError
-from ratp.files import read_json, write_json
+from ratp.files import parse_json, read_bytes, read_json, write_json
 from ratp.matrix import Matrix
 from ratp.schema import CONFIG, ENVIRONMENT, JOURNAL, MATRIX, RESULT
 
@@ -35,6 +35,7 @@ RESULT_KIND = "ratp result"
 ORACLE = "knows target labels"
 # Events of a journal that a result keeps.
 _KEPT = ("stage_finished", "probe")
+_LONGEST = 1e12  # seconds of a stage
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,17 @@ class RunRecord:
         found = (describe_changes(event.get("environment")) for event in self.events("run_resumed"))
         return tuple(dict.fromkeys(text for text in found if text))
 
+    @property
+    def guarded(self) -> list[Mapping[str, Any]]:
+        """The ends of the stages that the guard judged, with what it made of them."""
+        return [event for event in self.events("stage_finished") if isinstance(event.get("guard"), dict)]
+
+    @property
+    def rollbacks(self) -> tuple[str, ...]:
+        """What the guard undid, and why; a text a stage."""
+        undone = (event for event in self.guarded if event["guard"].get("rolled_back"))
+        return tuple(f"{event.get('domain')}: {'; '.join(event['guard'].get('reasons', ()))}" for event in undone)
+
     def events(self, kind: str) -> list[Mapping[str, Any]]:
         """The journal's events of one kind, in order."""
         return [event for event in self.journal if event.get("event") == kind]
@@ -142,10 +154,11 @@ def read_run(path: Path | str) -> RunRecord:
     config, environment, matrix, journal = _read_result(path) if path.is_file() else _read_folder(path)
     if not isinstance(config, dict) or not _CONFIG_KEYS.keys() <= config.keys():
         raise RunDirectoryError(f"{path} was not written by ratp: its config lacks {', '.join(_CONFIG_KEYS)}.")
-    wrong = [f"{name} {config[name]!r}" for name, kind in _CONFIG_KEYS.items() if not isinstance(config[name], kind)]
+    odd = [name for name, kind in _CONFIG_KEYS.items() if not isinstance(config[name], kind)]
+    wrong = [f"{name} {reprlib.repr(config[name])}" for name in odd]
     parts = {"environment": (environment, dict), "matrix": (matrix, dict), "journal": (journal, list)}
     wrong += [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
-    if wrong or not all(_is_event(event) for event in journal):
+    if wrong or not all(is_event(event) for event in journal):
         raise RunDirectoryError(f"{path} is damaged: {', '.join(wrong) or 'the journal'} is not what it should be.")
     try:
         parsed = Matrix.from_json(matrix)
@@ -190,13 +203,14 @@ def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
     return config, environment, matrix, read_journal(path / "journal.jsonl")
 
 
-def _is_event(event: Any) -> bool:
+def is_event(event: Any) -> bool:
     """Whether an item of a journal is what a run writes, as far as its readers rely on it."""
     return (
         isinstance(event, dict)
         and isinstance(event.get("event"), str)
         and isinstance(event.get("stage", 0), int)
         and isinstance(event.get("seconds", 0), int | float)
+        and abs(event.get("seconds", 0)) < _LONGEST
     )
 
 
@@ -206,21 +220,18 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunDirectoryError: If the file is missing or damaged before its last line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
+    lines = read_bytes(path).decode(errors="replace").removesuffix("\n").split("\n")
     if lines == [""]:
         return []
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            event = parse_json(line)
+        except ValueError as error:
             if number == len(lines):
                 break
             raise RunDirectoryError(f"{path}:{number} is damaged: {error}.") from error
-        if not _is_event(event):
+        if not is_event(event):
             raise RunDirectoryError(f"{path}:{number} is damaged: it is no event of a run.")
         events.append(JOURNAL.read(event, f"{path}:{number}"))
     return events

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ratp.errors import RunDirectoryError
 from ratp.files import read_tensors, write_tensors
-from ratp.notes import Note
+from ratp.notes import Note, note_not_kept
 from ratp.schema import SOURCE_MODEL
 
 # Networks kept; the one that was used least recently goes first.
@@ -63,12 +63,14 @@ class SourceModels:
     def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Keeps tensors for the next time, if the folder can be written."""
         path = self._path(key)
-        with suppress(OSError, RunDirectoryError):
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_tensors(path, tensors, SOURCE_MODEL.marked({"key": path.stem}))
             kept = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
             for file in kept[:-MOST]:
-                file.unlink()
+                file.unlink(missing_ok=True)
+        except (OSError, RunDirectoryError) as error:
+            note_not_kept("the source network", self._folder, error)
         self.release()
 
     def release(self) -> None:
@@ -76,7 +78,8 @@ class SourceModels:
         if self._held is not None:
             handle, lock = self._held
             self._held = None
-            lock.unlink(missing_ok=True)  # who waits for it has it open
+            with suppress(OSError):
+                lock.unlink()  # who waits for it has it open
             os.close(handle)
 
     def _hold(self, path: Path) -> bool:

@@ -12,6 +12,7 @@ from ratp.data.cache import cache_folder, cached_domain
 from ratp.domain import LabelledDomain
 from ratp.errors import RatpError
 from ratp.files import read_tensors, write_tensors
+from ratp.notes import NotKeptWarning
 
 
 def small(held_out: bool = True) -> LabelledDomain:
@@ -123,13 +124,15 @@ def test_a_renamed_file_is_not_believed(tmp_path):
 def test_a_folder_that_cannot_be_made_does_not_stop_the_load(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert same(cached_domain(folder, "key", small), small())
+        with pytest.warns(NotKeptWarning, match=f"cannot be kept in {folder} for the next time: "):
+            assert same(cached_domain(folder, "key", small), small())
     assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_a_folder_in_the_place_of_the_file_does_not_stop_the_load(tmp_path):
     (tmp_path / "key.safetensors" / "occupied").mkdir(parents=True)
-    assert same(cached_domain(tmp_path, "key", small), small())
+    with pytest.warns(NotKeptWarning):
+        assert same(cached_domain(tmp_path, "key", small), small())
     assert [path.name for path in tmp_path.iterdir()] == ["key.safetensors"]
 
 

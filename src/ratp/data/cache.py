@@ -15,6 +15,7 @@ from pathlib import Path
 from ratp.domain import LabelledDomain
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import read_tensors, write_tensors
+from ratp.notes import note_not_kept
 from ratp.schema import DRAWN_DOMAIN
 
 
@@ -52,9 +53,11 @@ def cached_domain(folder: Path, key: str, build: Callable[[], LabelledDomain]) -
     with suppress(RatpError, KeyError, TypeError, ValueError):
         return _load(path, key)
     domain = build()
-    with suppress(OSError, RunDirectoryError):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         _store(path, key, domain)
+    except (OSError, RunDirectoryError) as error:
+        note_not_kept("drawn images", folder, error)
     return domain
 
 

@@ -246,6 +246,10 @@ def _group_notes(group: Group) -> list[str]:
     unlike = [key for key in unlike if not key.startswith("data.")]
     if unlike:
         notes.append(f"{group.label}: its runs differ in more than their seed: {', '.join(unlike)}.")
+    for run in group.runs:
+        notes += [f"{group.label}, seed {run.seed}: went on in another environment: {move}." for move in run.moves]
+    for run in group.runs:
+        notes += [f"{group.label}, seed {run.seed}: the guard rolled back {text}." for text in run.rollbacks]
     probed = sum(bool(by_domain(run, "Unfamiliar")) for run in group.counted)
     if 0 < probed < len(group.counted):
         notes.append(f"{group.label}: Unfamiliar is over {probed} of {len(group.counted)} seeds, the ones measured.")

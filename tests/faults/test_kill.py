@@ -1,0 +1,108 @@
+"""Whatever is killed goes on with the same command, and ends with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+from warm import assert_same
+
+from helpers import QUICK, TINY, accuracy_of, journal_of
+from ratp.methods import METHODS
+
+KILLED = -signal.SIGKILL
+SIZES = {"epochs": 1, "steps": 3}
+
+
+def kill_at_points(start, count, most, seed):
+    """Starts something again and again, each time killed at a random point."""
+    chance = random.Random(seed)
+    for number in range(count):
+        ended = start(at=chance.randint(1, most), then=("kill", "tear")[number % 2]).wait()
+        assert ended.code == KILLED, (number, ended)
+
+
+@pytest.mark.faults(1, "killed at twenty random points, most of them within writing, a run ends with the same bits")
+@pytest.mark.faults(2, "half-written files are never taken for whole ones")
+def test_at_twenty_points(warm, command, untouched, tmp_path):
+    """The points are those where files are opened, synced, renamed and removed; at every second one, half is lost."""
+    folder = tmp_path / "run"
+
+    def start(**how):
+        return warm.start(*command, "--out", folder, within=folder, **how)
+
+    kill_at_points(start, 20, untouched.points // 15, seed=1)
+    ended = warm.run(*command, "--out", folder)
+    assert ended.code == 0, ended
+    assert_same(untouched.folder, folder)
+    assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
+
+
+@pytest.mark.faults(1, "killed at twenty random moments, a run ends with the same bits")
+def test_at_twenty_moments(warm, command, untouched, tmp_path):
+    chance, folder = random.Random(2), tmp_path / "run"
+    for number in range(20):
+        process = warm.start(*command, "--out", folder)
+        time.sleep(untouched.seconds * chance.uniform(0.02, 0.4))
+        process.kill(signal.SIGKILL)
+        assert process.wait().code == KILLED, f"it came to its end before it was killed for the {number}th time"
+    ended = warm.run(*command, "--out", folder)
+    assert ended.code == 0, ended
+    assert_same(untouched.folder, folder)
+
+
+@pytest.mark.faults(1, "every method, killed three times, ends with the same bits")
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "ratp"])
+def test_every_other_method(warm, method, tmp_path):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    job = {"method": method, "changes": {**SIZES, **QUICK.get(method, {})}}
+    assert warm.run(folder=whole, within=whole, tally=tmp_path / "points", **job).code == 0
+    points = (tmp_path / "points").stat().st_size
+
+    def start(**how):
+        return warm.start(folder=folder, within=folder, **job, **how)
+
+    kill_at_points(start, 3, points // 3, seed=method)
+    ended = warm.run(folder=folder, **job)
+    assert ended.code == 0, ended
+    assert_same(whole, folder)
+
+
+@pytest.mark.faults(1, "killed while it keeps a source network for others, a run goes on, and so do the others")
+def test_while_a_source_network_is_kept(warm, command, untouched, tmp_path):
+    words = [word for word in command if word != "--no-reuse-source"]
+    for at, then in ((2, "kill"), (3, "tear"), (4, "kill")):
+        place = tmp_path / str(at)
+        env = {"RATP_CACHE": str(place / "cache")}
+        job = {"env": env, "within": place / "cache" / "source-models", "at": at, "then": then}
+        killed = warm.run(*words, "--out", place / "run", **job)
+        assert killed.code == KILLED, killed
+        for folder in (place / "run", place / "another"):
+            ended = warm.run(*words, "--out", folder, env=env)
+            assert ended.code == 0, ended
+            assert accuracy_of(folder) == accuracy_of(untouched.folder)
+
+
+@pytest.mark.faults(1, "a study, killed at six random points, ends with the same results")
+def test_a_study(warm, pictures, tmp_path):
+    lines = [f'stream = "{pictures}"', 'orders = ["day>rain>night"]', 'methods = ["shot", "efdm"]', "seeds = [1, 2]"]
+    sizes = ", ".join(f'"{name}" = {value}' for name, value in {**TINY, "network.backbone": '"dtn"'}.items())
+    (tmp_path / "tiny.toml").write_text("\n".join(['title = "Tiny"', "[[grid]]", *lines, f"set = {{ {sizes} }}"]))
+    words = ["study", "run", tmp_path / "tiny.toml", "--device", "cpu", "--jobs", "1", "--weights", "none", "--out"]
+    env = {"RATP_CACHE": str(tmp_path / "cache")}
+    whole, folder = tmp_path / "whole", tmp_path / "study"
+    assert warm.run(*words, whole, env=env, within=whole, tally=tmp_path / "points").code == 0
+    points = (tmp_path / "points").stat().st_size
+
+    def start(**how):
+        return warm.start(*words, folder, env=env, within=folder, **how)
+
+    kill_at_points(start, 6, points // 8, seed=3)
+    ended = warm.run(*words, folder, env=env)
+    assert ended.code == 0, ended
+    runs = sorted(path.parent.name for path in whole.glob("*/config.json"))
+    assert len(runs) == 4
+    for name in runs:
+        assert_same(whole / name, folder / name)
