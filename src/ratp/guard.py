@@ -32,6 +32,8 @@ ACT: Mode = "act"
 DOMAIN_IMAGES, KNOWN_IMAGES = 500, 300
 # Better than chance by less than this is no knowledge to lose.
 LEAST_KNOWN = 0.1
+# A source whose neighbouring pixels correlate by less has no pictures to compare with.
+LEAST_STRUCTURE = 0.1
 # Deviation of an image's pixels, of 255, below which it is blank.
 LEAST_CONTRAST = 1.0
 
@@ -102,7 +104,8 @@ class Signs:
 
     Attributes:
         images: How many images of the domain were looked at.
-        structure: Correlation of neighbouring pixels in them; 0 in noise and in blank images.
+        structure: Correlation of neighbouring pixels in them, relative to that in source images; 0 in noise and blank
+            images.
         variety_before: Entropy of the mean probabilities on them, relative to that of the source's labels; 0: the model
             before the stage takes all for one class.
         variety: Likewise after the stage.
@@ -201,8 +204,8 @@ def decide(signs: Signs, limits: Limits = LIMITS) -> Verdict:
     reasons = []
     if signs.structure < limits.structure:
         reasons.append(
-            f"its images are noise or blank: neighbouring pixels correlate by {signs.structure:.2f}, "
-            f"in pictures by {limits.structure:g} or more"
+            "its images are noise or blank: neighbouring pixels correlate "
+            f"{signs.structure:.2f} times as much as in the source, limit {limits.structure:g}"
         )
     telling = signs.images >= limits.images and signs.source_kept is not None
     if telling and signs.variety_before < limits.variety_before:
@@ -234,7 +237,7 @@ def compare(
     Args:
         before: What the model before the stage makes of the images.
         after: What the model after it makes of them.
-        structure: Of the domain's images (:func:`picture_structure`).
+        structure: Of the domain's images, relative to the source's (:func:`picture_structure`).
         source_labels: Labels of the source images.
         memory_labels: Labels of the exemplars.
     """
@@ -357,7 +360,8 @@ class Watch:
         if len(memory.get("images", ())) and "labels" in memory:
             chosen = _some(len(memory["images"]), KNOWN_IMAGES, randomness, "memory").to(memory["labels"].device)
             self._memory, self._memory_labels = memory["images"][chosen], memory["labels"][chosen].cpu()
-        self._structure = picture_structure(self._domain)
+        usual = picture_structure(self._source)
+        self._structure = picture_structure(self._domain) / usual if usual > LEAST_STRUCTURE else 1.0
         self._before = self._view(method)
 
     def judge(self, method: Method) -> Verdict | None:

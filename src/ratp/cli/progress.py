@@ -214,7 +214,7 @@ class _Bars:
         self._progress.update(self._task, completed=done, note=f"{_note(event.tick)} {speed:.1f}/s")
 
     def finish(self, event: StageFinished) -> None:
-        self._console.print(f"[green]✓[/] {escape(_summary(self._run, event))}", soft_wrap=True)
+        _print_finished(self._console, event, _summary(self._run, event))
 
 
 class _OneOfMany:
@@ -237,7 +237,7 @@ class _OneOfMany:
         self._progress.update(self._task, completed=done, note=f"{loss}{speed:.1f}/s")
 
     def finish(self, event: StageFinished) -> None:
-        self._console.print(f"[green]✓[/] {escape(_summary(self._run, event, self._label))}", soft_wrap=True)
+        _print_finished(self._console, event, _summary(self._run, event, self._label))
         if event.stage + 1 == len(self._run.plan.order) and self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
@@ -275,6 +275,8 @@ class _Lines:
 
     def finish(self, event: StageFinished) -> None:
         self._print(_summary(self._run, event, self._label))
+        if told := _rollback(event):
+            self._print(told)
 
     def _print(self, line: str) -> None:
         self._printed_at = time.perf_counter()
@@ -293,6 +295,24 @@ def _note(tick: Tick) -> str:
     if "labels_as_predicted" in tick.statistics:
         parts.append(f"agree {100 * tick.statistics['labels_as_predicted']:.0f}%")
     return " ".join(parts)
+
+
+def _print_finished(console: Console, event: StageFinished, summary: str) -> None:
+    """A line about a finished stage, and one if the guard undid it."""
+    told = _rollback(event)
+    console.print(f"{'[yellow]↶[/]' if told else '[green]✓[/]'} {escape(summary)}", soft_wrap=True)
+    if told:
+        console.print(f"[yellow]{escape(told)}[/]", soft_wrap=True)
+
+
+def _rollback(event: StageFinished) -> str:
+    """What was undone, why, and what to do; nothing if the stage counts."""
+    if not event.guard or not event.guard["rolled_back"]:
+        return ""
+    return (
+        f"  {event.domain} was rolled back: {'; '.join(event.guard['reasons'])}. The model before it goes on. "
+        "Look at the images; --guard off learns from them anyway."
+    )
 
 
 def _summary(run: Run, event: StageFinished, label: str | None = None) -> str:

@@ -31,6 +31,7 @@ from ratp.report.cells import (
 )
 from ratp.report.chapters import SINGLE, Preface, preface_csv, preface_latex, preface_markdown
 from ratp.report.features import feature_maps
+from ratp.report.guard import COLUMNS, judged
 from ratp.report.plots import accuracy_curves, matrix_heatmap, sample_sheet, unfamiliar_curves
 from ratp.report.settings import differing, flatten
 from ratp.report.style import encode
@@ -134,6 +135,7 @@ def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]], pref
         missing=MISSING,
         single=SINGLE,
         meaning=MEANING,
+        signs=tuple(COLUMNS),
     )
 
 
@@ -211,6 +213,7 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "config": _settings(section, [flatten(run.config) for run in section.runs]),
         "environment": _settings(section, [flatten(run.environment) for run in section.runs]),
         "times": [(run, _stage_seconds(run)) for run in section.runs],
+        "guarded": [item for run in section.runs for item in judged(run)],
     }
 
 
