@@ -529,7 +529,11 @@ class TestClaim:
     def test_a_new_one_is_made(self, made, tmp_path):
         study = read_study(made.study.path, tmp_path / "a" / "b", NO_WEIGHTS)
         study.claim()
-        assert json.loads((tmp_path / "a" / "b" / "study.json").read_text()) == {"study": "tiny", "title": "Tiny runs"}
+        assert json.loads((tmp_path / "a" / "b" / "study.json").read_text()) == {
+            "schema": 1,
+            "study": "tiny",
+            "title": "Tiny runs",
+        }
 
     def test_another_study_s_folder(self, study, tmp_path):
         other = read_study(study_file(tmp_path, TWO, name="other.toml"), study.folder, NO_WEIGHTS)

@@ -88,5 +88,5 @@ def _holder(path: Path) -> str:
     try:
         data = json.loads(path.read_bytes())
         return f"process {data['pid']} on {data['host']} since {data['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"

@@ -43,8 +43,9 @@ from ratp.midstage import Checkpoint, Checkpoints
 from ratp.plan import RunPlan
 from ratp.precision import use_precision
 from ratp.randomness import Randomness
-from ratp.record import RunRecord, read_journal, read_run
+from ratp.record import RunRecord, is_event, read_journal, read_run
 from ratp.run_folder import START_ANEW, as_begun, check_folder
+from ratp.schema import ENVIRONMENT, FEATURES, JOURNAL, MATRIX, SAMPLES, STATE, WEIGHTS, NewerFileError
 from ratp.snapshot import Marks
 from ratp.source_models import SourceModels
 from ratp.stream import Stream
@@ -213,7 +214,8 @@ class Run:
             if not (self.folder / "weights.safetensors").exists():
                 state = self.method.state()
                 about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
-                write_tensors(self.folder / "weights.safetensors", unpack(state).get("network", state), about)
+                network = unpack(state).get("network", state)
+                write_tensors(self.folder / "weights.safetensors", network, WEIGHTS.marked(about))
                 self._note("run_finished")
 
     def _open(self) -> None:
@@ -230,21 +232,25 @@ class Run:
         # The state is what counts: matrix and journal are brought in line with it.
         kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
         kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
-        write_text(journal, "".join(json.dumps(e) + "\n" for e in kept))
-        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        write_text(journal, "".join(json.dumps(JOURNAL.marked(e)) + "\n" for e in kept))
+        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         if not (self.folder / "environment.json").exists():
-            write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
+            self._write_environment()
         if not self.matrix.complete:
             self._note("run_resumed", finished_stages=self.matrix.stages)
 
     def _start(self) -> None:
         """Writes what a directory begins with."""
         write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
-        write_json(self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision))
-        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        self._write_environment()
+        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         write_text(self.folder / "journal.jsonl", "")
         self._save_samples()
         self._note("run_started")
+
+    def _write_environment(self) -> None:
+        about = describe_environment(self.plan.device, self.plan.precision)
+        write_json(self.folder / "environment.json", ENVIRONMENT.marked(about))
 
     def _load_state(self) -> list[dict[str, Any]]:
         """Builds the method and brings it to the end of the last finished stage; returns the journal of these."""
@@ -255,11 +261,16 @@ class Run:
             return []
         try:
             state, about = read_tensors(state_file)
+            about = STATE.read(about, state_file)
             if about["fingerprint"] != self.config["fingerprint"]:
                 raise RunDirectoryError("it belongs to another run")
             self.matrix = Matrix.from_json(about["matrix"])
             finished = list(about["stage_events"])
+            if not all(map(is_event, finished)):
+                raise RunDirectoryError("it holds what is no event of a run")
             self.method.load_state(state)
+        except NewerFileError:
+            raise
         except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {START_ANEW}") from error
         return finished
@@ -435,8 +446,8 @@ class Run:
             "matrix": self.matrix.to_json(),
             "stage_events": [e for e in journal if e["event"] == "stage_finished"] + [event],
         }
-        write_tensors(self.folder / "state.safetensors", state, about)
-        write_json(self.folder / "matrix.json", self.matrix.to_json())
+        write_tensors(self.folder / "state.safetensors", state, STATE.marked(about))
+        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         self._append(event)
 
     def _note_epoch(self, stage: int, tick: Tick, started: float) -> None:
@@ -483,14 +494,14 @@ class Run:
         generator = torch.Generator(self.plan.device).manual_seed(0)
         shown = self.method.show(images, generator)
         if shown:
-            write_tensors(self.folder / "samples.safetensors", {"original": images, **shown})
+            write_tensors(self.folder / "samples.safetensors", {"original": images, **shown}, SAMPLES.mark)
 
     def _save_features(self, stage: int) -> None:
         """Keeps the embedding of some test images after a stage."""
         found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
         if found:
             about = {"domains": list(self.stream.order), "classes": list(self.stream.classes), "stage": stage}
-            write_tensors(self.folder / f"features-{stage}.safetensors", found, about)
+            write_tensors(self.folder / f"features-{stage}.safetensors", found, FEATURES.marked(about))
 
     def _write_predictions(self) -> None:
         """What the final model says about every image of the domains that have no labels of their own."""
@@ -513,7 +524,7 @@ class Run:
         path = self.folder / "journal.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event, allow_nan=False) + "\n")
+                file.write(json.dumps(JOURNAL.marked(event), allow_nan=False) + "\n")
         except OSError as error:
             raise RunDirectoryError(f"cannot write {path}: {error.strerror}.") from error
 

@@ -8,6 +8,7 @@ version that is not known yet is never guessed at.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class Form:
         """
         version = data.get(self.key, 1)
         if type(version) is not int or version < 1:
-            raise RunDirectoryError(f"{place} is damaged: {self.key} {version!r} is no version of a file.")
+            raise RunDirectoryError(f"{place} is damaged: {self.key} {reprlib.repr(version)} is no version of a file.")
         if version > self.version:
             raise NewerFileError(
                 f"{place} has {self.key} {version}, and ratp {__version__} reads {self.key} {self.version}: a later "

@@ -77,7 +77,7 @@ class Partial:
         self.path, self._file = path, file
         self._note = path.with_name(f"{path.name}.json")
         self.version: Version | None = None
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             self.version = Version(**json.loads(self._note.read_bytes()))
         if self.version is None:
             self.clear()
