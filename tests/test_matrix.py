@@ -169,10 +169,15 @@ class TestFiles:
         assert matrix.metric("TDA") == {"S": 90, "average": 70}
         assert "70.0" in json.dumps(matrix.to_json()["metrics"]["TDA"])
 
-    def test_written_metrics_are_not_believed(self):
+    @pytest.mark.parametrize("part", ["metrics", "accuracy"])
+    def test_metrics_that_are_not_those_of_the_accuracies_are_damage(self, part):
         data = EXAMPLE.to_json()
-        data["metrics"]["TDA"]["average"] = 100.0
-        assert Matrix.from_json(data).average("TDA") == pytest.approx(89.667, abs=1e-3)
+        if part == "metrics":
+            data["metrics"]["TDA"]["average"] += 1e-9
+        else:
+            data["accuracy"][0][0] += 1e-9
+        with pytest.raises(RatpError, match="metrics of the matrix are not those of its accuracies"):
+            Matrix.from_json(data)
 
     @given(domains=JSON, accuracy=JSON)
     @example(domains=["S"], accuracy=[[10**400]])

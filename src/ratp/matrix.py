@@ -93,7 +93,7 @@ class Matrix:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Matrix:
-        """Reads what :meth:`to_json` wrote. The metrics are computed anew, never believed.
+        """Reads what :meth:`to_json` wrote. The metrics are computed anew; if others are written, it is damaged.
 
         Raises:
             RatpError: If the data is not a matrix.
@@ -105,7 +105,10 @@ class Matrix:
             accuracy = tuple(tuple(math.nan if v is None else float(v) for v in row) for row in data["accuracy"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RatpError(f"not an accuracy matrix: {error!r}.") from error
-        return Matrix(domains, accuracy)
+        matrix = Matrix(domains, accuracy)
+        if "metrics" in data and data["metrics"] != matrix.to_json()["metrics"]:
+            raise RatpError("the metrics of the matrix are not those of its accuracies.")
+        return matrix
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -26,6 +26,7 @@ from ratp.methods import METHODS
 from ratp.precision import Precision, find_precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, follow_backbone
+from ratp.record import fingerprint_of
 from ratp.schema import CONFIG
 from ratp.source_models import SourceModels
 from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
@@ -204,7 +205,7 @@ class RunPlan:
             "evaluation_statistics": self.method.evaluation_statistics(self.config),
             "uses_target_labels": self.method.uses_target_labels(self.config),
         }
-        return {**about, **decisions, "fingerprint": _sha256(decisions)}
+        return {**about, **decisions, "fingerprint": fingerprint_of(decisions)}
 
 
 def _sha256(data: Mapping[str, Any]) -> str:

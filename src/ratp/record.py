@@ -18,6 +18,8 @@ A *result* is the same without the tensors, in one small JSON file that can be k
 
 from __future__ import annotations
 
+import hashlib
+import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ RESULT_KIND = "ratp result"
 
 # Mark of results that true labels of targets went into.
 ORACLE = "knows target labels"
+# What of a config determines the result; the fingerprint is its hash.
+_DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
+_FOUND = ("classes", "data", "weights")
 # Events of a journal that a result keeps.
 _KEPT = ("stage_finished", "probe")
 _LONGEST = 1e12  # seconds of a stage
@@ -138,6 +143,12 @@ class RunRecord:
         write_json(path, self.to_json())
 
 
+def fingerprint_of(config: Mapping[str, Any]) -> str:
+    """The hash of what in a config determines the result."""
+    decisive = {name: config[name] for name in (*_DECIDED, *_FOUND) if name in config}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
 def describe_changes(found: object) -> str:
     """What changed in the environment of a run, as its journal has it, in words."""
     pairs = found.items() if isinstance(found, dict) else ()
@@ -158,6 +169,8 @@ def read_run(path: Path | str) -> RunRecord:
     wrong = [f"{name} {reprlib.repr(config[name])}" for name in odd]
     parts = {"environment": (environment, dict), "matrix": (matrix, dict), "journal": (journal, list)}
     wrong += [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
+    if "fingerprint" in config and config["fingerprint"] != fingerprint_of(config):
+        wrong.append("config")
     if wrong or not all(is_event(event) for event in journal):
         raise RunDirectoryError(f"{path} is damaged: {', '.join(wrong) or 'the journal'} is not what it should be.")
     try:

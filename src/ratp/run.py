@@ -12,6 +12,7 @@ import io
 import json
 import math
 import time
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ import torch
 
 from ratp.device_copies import with_images_on
 from ratp.domain import UnlabelledDomain
-from ratp.environment import describe_environment
+from ratp.environment import changes, describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
@@ -34,16 +35,18 @@ from ratp.files import (
     write_json,
     write_tensors,
     write_text,
+    writing,
 )
 from ratp.guard import ACT, Watch
 from ratp.lock import exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Progress, Tick, train, unpack
 from ratp.midstage import Checkpoint, Checkpoints
+from ratp.notes import Note
 from ratp.plan import RunPlan
 from ratp.precision import use_precision
 from ratp.randomness import Randomness
-from ratp.record import RunRecord, is_event, read_journal, read_run
+from ratp.record import RunRecord, describe_changes, fingerprint_of, is_event, read_journal, read_run
 from ratp.run_folder import START_ANEW, as_begun, check_folder
 from ratp.schema import ENVIRONMENT, FEATURES, JOURNAL, MATRIX, SAMPLES, STATE, WEIGHTS, NewerFileError
 from ratp.snapshot import Marks
@@ -53,6 +56,10 @@ from ratp.stream import Stream
 SAMPLE_COUNT = 10
 SAVE_EVERY = 120.0
 FEATURE_COUNT = 200  # of a domain
+
+
+class EnvironmentWarning(Note):
+    """A run goes on with other versions, or on another device, than it began with."""
 
 
 @dataclass
@@ -211,7 +218,7 @@ class Run:
                 if self._models:
                     self._models.release()
             self._write_predictions()
-            if not (self.folder / "weights.safetensors").exists():
+            if not _is_whole(self.folder / "weights.safetensors"):
                 state = self.method.state()
                 about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
                 network = unpack(state).get("network", state)
@@ -229,28 +236,42 @@ class Run:
             if next(self._checkpoints.found(0), None) is None:
                 self._start()
                 return
-        # The state is what counts: matrix and journal are brought in line with it.
+        # The state is what counts: config, matrix and journal are brought in line with it.
+        if fingerprint_of(read_json(self.folder / "config.json")) != self.config["fingerprint"]:
+            write_json(self.folder / "config.json", self.config)
         kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
         kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
         write_text(journal, "".join(json.dumps(JOURNAL.marked(e)) + "\n" for e in kept))
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
-        if not (self.folder / "environment.json").exists():
-            self._write_environment()
-        if not self.matrix.complete:
-            self._note("run_resumed", finished_stages=self.matrix.stages)
+        changed = self._environment_changes()
+        if self.matrix.complete:
+            return
+        about = {"environment": changed} if changed else {}
+        self._note("run_resumed", finished_stages=self.matrix.stages, **about)
+        if changed:
+            told = describe_changes(changed)
+            warnings.warn(f"this run began in another environment: {told}", EnvironmentWarning, stacklevel=2)
+
+    def _environment_changes(self) -> dict[str, list[Any]]:
+        """What differs from the environment the run began with; if nothing tells of that, it is this one."""
+        path, now = self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision)
+        try:
+            return changes(ENVIRONMENT.read(read_json(path), path), now)
+        except NewerFileError:
+            raise
+        except RunDirectoryError:
+            write_json(path, ENVIRONMENT.marked(now))
+            return {}
 
     def _start(self) -> None:
         """Writes what a directory begins with."""
         write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
-        self._write_environment()
+        about = describe_environment(self.plan.device, self.plan.precision)
+        write_json(self.folder / "environment.json", ENVIRONMENT.marked(about))
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         write_text(self.folder / "journal.jsonl", "")
         self._save_samples()
         self._note("run_started")
-
-    def _write_environment(self) -> None:
-        about = describe_environment(self.plan.device, self.plan.precision)
-        write_json(self.folder / "environment.json", ENVIRONMENT.marked(about))
 
     def _load_state(self) -> list[dict[str, Any]]:
         """Builds the method and brings it to the end of the last finished stage; returns the journal of these."""
@@ -522,11 +543,17 @@ class Run:
 
     def _append(self, event: Mapping[str, Any]) -> None:
         path = self.folder / "journal.jsonl"
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(JOURNAL.marked(event), allow_nan=False) + "\n")
-        except OSError as error:
-            raise RunDirectoryError(f"cannot write {path}: {error.strerror}.") from error
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(JOURNAL.marked(event), allow_nan=False) + "\n")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of tensors is there, as it was written."""
+    try:
+        read_tensors(path)
+    except RunDirectoryError:
+        return False
+    return True
 
 
 def _now() -> str:

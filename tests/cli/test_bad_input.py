@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers import TINY_OPTIONS, files_of, journal_of, ratp
+from ratp.files import read_tensors, write_tensors
 
 EXAMPLE = "'scan>photo>font>street'"
 TINY_RUN = ["run", "--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
@@ -252,15 +254,9 @@ class TestDamagedRun:
 
     def test_a_state_of_another_shape(self, run):
         """Hand-edited: everything says it belongs, but the tensors do not fit."""
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-        from torch import zeros
-
-        with safe_open(run / "state.safetensors", framework="pt") as file:
-            about, names = file.metadata(), list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names}
-        tensors["network.classifier.weight"] = zeros(3, 3)
-        save_file(tensors, run / "state.safetensors", about)
+        tensors, about = read_tensors(run / "state.safetensors")
+        tensors["network.classifier.weight"] = torch.zeros(3, 3)
+        write_tensors(run / "state.safetensors", tensors, about)
         result = ratp(*TINY_RUN, "--out", run)
         assert (result.code, result.out) == (2, "")
         assert "state.safetensors does not fit this run" in result.err

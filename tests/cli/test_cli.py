@@ -21,7 +21,7 @@ from ratp.cli.main import main
 from ratp.config import as_dict
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTPConfig
-from ratp.record import read_run
+from ratp.record import fingerprint_of, read_run
 from ratp.run import Run
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -47,10 +47,12 @@ def done(tmp_path_factory):
     for name in ("state.safetensors", "weights.safetensors"):
         (folder / "under-way" / name).unlink()
     matrix = json.loads((folder / "under-way" / "matrix.json").read_text())
-    matrix["accuracy"] = matrix["accuracy"][:1]
-    (folder / "under-way" / "matrix.json").write_text(json.dumps(matrix))
-    config = json.loads((folder / "under-way" / "config.json").read_text())
-    (folder / "under-way" / "config.json").write_text(json.dumps({**config, "seed": 3, "fingerprint": "0" * 64}))
+    (folder / "under-way" / "matrix.json").write_text(
+        json.dumps({"domains": matrix["domains"], "accuracy": matrix["accuracy"][:1]})
+    )
+    config = json.loads((folder / "under-way" / "config.json").read_text()) | {"seed": 3}
+    config["fingerprint"] = fingerprint_of(config)
+    (folder / "under-way" / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from helpers import same_tensors, tensors_of
+from ratp.errors import RatpError
 
 
 @dataclass
@@ -66,6 +67,16 @@ class Process:
     def wait(self):
         code = self.warm.ask({"wait": self.pid})
         return Ended(code, *(Path(path).read_text(errors="replace") for path in self.place.values()))
+
+
+def attempt(make):
+    """What is made, or the words of an error that a user can put right; any other error is the test's failure."""
+    try:
+        return make(), ""
+    except RatpError as error:
+        words = str(error)
+    assert words.strip() and "Traceback" not in words
+    return None, words
 
 
 def _plain(value):
