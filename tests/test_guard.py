@@ -42,6 +42,7 @@ from ratp.guard import (
     find_mode,
     kept,
     picture_structure,
+    skill,
     variety,
 )
 from ratp.methods import METHODS
@@ -72,6 +73,7 @@ GOOD = Signs(
     source_before=0.97,
     source=0.9,
     source_agreement=0.9,
+    source_skill=0.9,
     source_kept=0.92,
     memory_before=0.97,
     memory=0.9,
@@ -130,7 +132,9 @@ class TestSigns:
 
     def test_who_knew_nothing_has_nothing_to_keep(self):
         assert kept(0.3, 0.0, torch.arange(40) % 4) is None
-        assert kept(0.8, 0.8, torch.tensor([0, 0, 0, 1])) is None  # always the same answer is right as often
+        assert skill(0.3, torch.arange(40) % 4) == pytest.approx(0.05 / 0.75)
+        assert kept(0.8, 0.8, torch.tensor([0, 0, 0, 0, 1])) is None  # always the same answer is right as often
+        assert kept(1.0, 1.0, torch.zeros(4, dtype=torch.int64)) is None
 
     def test_pictures_have_structure_and_noise_and_blank_images_have_none(self):
         assert abs(picture_structure(images_of("noise"))) < 0.02
@@ -175,7 +179,7 @@ class TestDecision:
         assert decide(replace(GOOD, **{sign: limit})).reasons == ()
         assert len(decide(replace(GOOD, **{sign: limit - 0.01})).reasons) == 1
 
-    @pytest.mark.parametrize("unknown", [{"images": LIMITS.images - 1}, {"source_kept": None}])
+    @pytest.mark.parametrize("unknown", [{"images": LIMITS.images - 1}, {"source_skill": 0.0, "source_kept": None}])
     def test_few_images_and_a_model_that_knows_nothing_say_nothing_about_variety(self, unknown):
         assert decide(replace(GOOD, variety_before=0.0, variety=0.0, **unknown)).reasons == ()
 
@@ -183,6 +187,7 @@ class TestDecision:
         bare = replace(GOOD, **dict.fromkeys(n for n in vars(GOOD) if n.startswith(("memory", "spread"))))
         assert decide(bare).reasons == ()
         assert "memory" not in decide(bare).to_json()["signs"]
+        assert "spread" not in decide(replace(GOOD, spread=float("nan"))).to_json()["signs"]  # JSON has no such number
 
     def test_modes_are_found_by_name_and_a_wrong_one_is_named(self):
         assert find_mode("auto", "act") == "act"
@@ -263,20 +268,19 @@ def test_the_embedded_stream_raises_no_alarm(method, tmp_path):
 
 
 @pytest.mark.faults(FAULT, "killed after the guard's decision and before it is written, a run decides the same again")
-@pytest.mark.parametrize("place", ["_finish_stage", "_row"])
-def test_killed_after_the_decision_a_run_decides_the_same_again(place, tmp_path, monkeypatch):
+def test_killed_after_the_decision_a_run_decides_the_same_again(tmp_path, monkeypatch):
     plan = plan_of(domains=("ink", bad_domain("noise"), "fog"), changes={})
     Run(plan, tmp_path / "whole").execute()
-    usual, cut = getattr(Run, place), Run(plan, tmp_path / "cut")
+    write = ratp.run.write_tensors
 
-    def die(self, stage, *rest):
-        if stage == 1:
+    def die(path, *rest):
+        if path.name == "state.safetensors" and path.exists():
             raise KeyboardInterrupt
-        return usual(self, stage, *rest)
+        write(path, *rest)
 
-    monkeypatch.setattr(Run, place, die)
+    monkeypatch.setattr(ratp.run, "write_tensors", die)
     with pytest.raises(KeyboardInterrupt):
-        cut.execute()
+        Run(plan, tmp_path / "cut").execute()
     monkeypatch.undo()
     Run(plan, tmp_path / "cut").execute()
     for name in ("state", "weights"):

@@ -11,6 +11,7 @@ limits are from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -30,10 +31,12 @@ ACT: Mode = "act"
 
 # Images to look at, at most: of a domain; of the source and of the memory, each.
 DOMAIN_IMAGES, KNOWN_IMAGES = 500, 300
-# Better than chance by less than this is no knowledge to lose.
-LEAST_KNOWN = 0.1
+# Less skill is nothing to lose.
+LEAST_SKILL = 0.1
 # A source whose neighbouring pixels correlate by less has no pictures to compare with.
 LEAST_STRUCTURE = 0.1
+# Images whose pixels are in memory as numbers at the same time.
+IMAGES_AT_ONCE = 64
 # Deviation of an image's pixels, of 255, below which it is blank.
 LEAST_CONTRAST = 1.0
 
@@ -119,7 +122,8 @@ class Signs:
         source_before: Share of source images that are classified rightly, before.
         source: Likewise after.
         source_agreement: Share of source images on which both models agree.
-        source_kept: How much of what the model knew of the source it knows after: 1 all, 0 no more than chance.
+        source_skill: How much the model knew of the source before: 1 all, 0 no more than chance.
+        source_kept: How much of that it knows after: 1 all, 0 nothing; None if there was hardly anything to keep.
         memory_before: Share of exemplars that are classified as they are labelled, before.
         memory: Likewise after.
         memory_agreement: Share of exemplars on which both models agree.
@@ -144,6 +148,7 @@ class Signs:
     source_before: float
     source: float
     source_agreement: float
+    source_skill: float
     source_kept: float | None
     memory_before: float | None = None
     memory: float | None = None
@@ -165,16 +170,17 @@ class Limits:
         variety: By the model after it.
         source_kept: Of the source.
         memory_kept: Of the exemplars.
-        images: Fewer images than this say nothing about the variety of a domain; nor does a model that knows nothing of
-            the source.
+        images: Of the domain, for their variety to mean anything.
+        source_skill: Of the model, for the variety that it sees before the stage to mean anything.
     """
 
     structure: float = 0.3
-    variety_before: float = 0.45
+    variety_before: float = 0.6
     variety: float = 0.3
     source_kept: float = 0.5
     memory_kept: float = 0.4
     images: int = 30
+    source_skill: float = 0.7
 
 
 LIMITS = Limits()
@@ -207,13 +213,13 @@ def decide(signs: Signs, limits: Limits = LIMITS) -> Verdict:
             "its images are noise or blank: neighbouring pixels correlate "
             f"{signs.structure:.2f} times as much as in the source, limit {limits.structure:g}"
         )
-    telling = signs.images >= limits.images and signs.source_kept is not None
-    if telling and signs.variety_before < limits.variety_before:
+    enough = signs.images >= limits.images
+    if enough and signs.source_skill >= limits.source_skill and signs.variety_before < limits.variety_before:
         reasons.append(
             "the model before it takes its images for one class, or nearly so: "
             f"variety {signs.variety_before:.2f}, limit {limits.variety_before:g}"
         )
-    if telling and signs.variety < limits.variety:
+    if enough and signs.source_kept is not None and signs.variety < limits.variety:
         reasons.append(
             "the model after it takes its images for one class, or nearly so: "
             f"variety {signs.variety:.2f}, limit {limits.variety:g}"
@@ -272,6 +278,7 @@ def compare(
         source_before=right[0],
         source=right[1],
         source_agreement=after.source.agreement(before.source.labels),
+        source_skill=skill(right[0], source_labels),
         source_kept=kept(right[0], right[1], source_labels),
         spread_before=spreads[0],
         spread=spreads[1],
@@ -295,18 +302,27 @@ def variety(probabilities: Tensor, labels: Tensor) -> float:
     return found / usual if usual > 0 else 1.0
 
 
-def kept(before: float, after: float, labels: Tensor) -> float | None:
-    """How much better than chance the share of right answers is after a stage, relative to before.
+def skill(right: float, labels: Tensor) -> float:
+    """A share of right answers, such that 1 is all and 0 no more than to always give the most frequent one.
 
-    None if it was hardly better than chance before: there was nothing to keep.
+    Args:
+        right: The share.
+        labels: The right answers.
+    """
+    chance = (labels.bincount().max() / len(labels)).item()
+    return (right - chance) / (1 - chance) if chance < 1 else 0.0
+
+
+def kept(before: float, after: float, labels: Tensor) -> float | None:
+    """Skill after a stage, relative to that before; None if there was hardly any to keep.
 
     Args:
         before: Share of right answers before.
         after: Likewise after.
-        labels: The right answers; chance is to give the most frequent one.
+        labels: The right answers.
     """
-    chance = (labels.bincount().max() / len(labels)).item()
-    return (after - chance) / (before - chance) if before - chance > LEAST_KNOWN else None
+    known = skill(before, labels)
+    return skill(after, labels) / known if known > LEAST_SKILL else None
 
 
 def class_spread(embedding: Tensor | None, labels: Tensor) -> float | None:
@@ -324,9 +340,11 @@ def picture_structure(images: Tensor) -> float:
 
     In pictures it is near 1, in noise 0; images of one colour, in which nothing correlates, count as 0.
     """
-    grey = images.double().mean(dim=1)
-    pairs = (grey[:, :, 1:], grey[:, :, :-1]), (grey[:, 1:], grey[:, :-1])
-    found = [_correlation(a.flatten(1), b.flatten(1)) for a, b in pairs if a.numel()]
+    found = []
+    for part in images.split(IMAGES_AT_ONCE):
+        grey = part.double().mean(dim=1)
+        pairs = (grey[:, :, 1:], grey[:, :, :-1]), (grey[:, 1:], grey[:, :-1])
+        found += [_correlation(a.flatten(1), b.flatten(1)) for a, b in pairs if a.numel()]
     return torch.cat(found).mean().item() if found else 0.0
 
 
@@ -406,7 +424,5 @@ def _is_below(value: float | None, limit: float) -> bool:
 
 
 def _plain(signs: Mapping[str, Any]) -> dict[str, Any]:
-    """Signs as they are kept: rounded, and without those there are none of."""
-    return {
-        n: round(value, 4) if isinstance(value, float) else value for n, value in signs.items() if value is not None
-    }
+    """Signs as they are kept: rounded, and without those there are none of or that are no numbers."""
+    return {n: round(value, 4) for n, value in signs.items() if value is not None and math.isfinite(value)}
