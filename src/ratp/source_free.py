@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ratp.config import switch
 from ratp.copies import Copies
 from ratp.domain import LabelledDomain
+from ratp.drawn import drew
 from ratp.errors import ConfigError
 from ratp.method import Phase, Setting
 from ratp.network import Network, Output
@@ -283,6 +284,7 @@ class RotationPhase(Phase):
         """One update of the head on images turned at random."""
         network = self._network.eval()
         place = self._views.places(len(self._images), self._setting.recipe.batch)
+        drew(place)
         images = self._views.change(self._images[place])
         turns = draw_turns(len(images), self._turns)
         with torch.no_grad():

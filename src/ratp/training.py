@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ratp.config import as_dict
 from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.drawn import drew
 from ratp.inference import classify, embed, run_in_chunks
 from ratp.memory import Memory
 from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
@@ -78,6 +79,7 @@ class Batches:
         own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
         place = self._place(own + stored, count)
         index, replayed = place.clamp(max=own - 1), place >= own
+        drew(place, own)
         images, labels = self.images[index], self.labels[index]
         if self._memory is not None and stored:
             kept = (place - own).clamp(min=0)
@@ -88,6 +90,7 @@ class Batches:
     def draw_memory(self, memory: Memory, count: int) -> Batch:
         """A batch of exemplars alone, at most as many as there are."""
         index = self._place(len(memory), min(count, len(memory)))
+        drew(index, 0)
         images = self._inputs(memory.images[index], self._changes)
         return Batch(images, memory.labels[index], torch.ones_like(index, dtype=torch.bool), index)
 
@@ -222,7 +225,9 @@ class SinglePass(Phase):
 
     def step(self) -> dict[str, Tensor]:
         """One batch, observed."""
-        logits = self._method.observe(self._images[self._parts[self._next]])
+        part = self._parts[self._next]
+        drew(part)
+        logits = self._method.observe(self._images[part])
         self._next += 1
         probabilities = logits.softmax(dim=1)
         return {"entropy": torch.special.entr(probabilities).sum(dim=1).mean()}

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.drawn import drew
 from ratp.insertion import insert_after
 from ratp.method import Phase, Setting
 from ratp.parts.efdm import ExactMixing, Styles
@@ -114,4 +115,5 @@ class EFDMPhase(PseudoLabelPhase):
         """Images and labels, with replacement: there may be fewer than a batch."""
         memory, generator = self._memory, self._exemplars
         index = torch.randint(len(memory), (self.batch,), generator=generator, device=memory.images.device)
+        drew(index, 0)
         return self._inputs(memory.images[index], generator), memory.labels[index]

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
+from ratp.drawn import drew
 from ratp.method import Phase
 from ratp.parts.information import entropy
 from ratp.parts.mixmatch import confident_split, consistency, draw_ratio, interleave, mix, sharpen, soft_cross_entropy
@@ -174,7 +175,9 @@ class MixMatchPhase(Phase):
             return dict.fromkeys(("total", "ce", "consistency", *(("replay",) if beside else ())), self._zero)
         config, network = self._config, self._network.train()
         labelled, targets = self._draw_labelled(config.batch)
-        chosen = self._images[self._unsure[self._views.places(len(self._unsure), config.batch)]]
+        place = self._views.places(len(self._unsure), config.batch)
+        drew(place, among=self._unsure)
+        chosen = self._images[self._unsure[place]]
         views = [self._views.change(chosen), self._views.change(chosen)]
         with torch.no_grad():
             guesses = torch.stack([network(view).logits.softmax(dim=1) for view in views]).mean(dim=0)
@@ -204,6 +207,7 @@ class MixMatchPhase(Phase):
         """Images the model was sure about, and exemplars, with their labels."""
         own = len(self._sure)
         place = self._views.places(own + self._stored, count)
+        drew(place, own, self._sure)
         index = place.clamp(max=own - 1)
         images, labels = self._images[self._sure[index]], self._labels[index]
         if self._stored:
@@ -216,6 +220,7 @@ class MixMatchPhase(Phase):
     def _replay_loss(self) -> Tensor:
         count = min(self._method.setting.recipe.batch, len(self._memory))
         place = self._views.places(len(self._memory), count)
+        drew(place, 0)
         logits = self._network(self._views.change(self._memory.images[place])).logits
         return F.cross_entropy(logits, self._memory.labels[place])
 

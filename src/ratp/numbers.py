@@ -1,0 +1,101 @@
+"""The watch over numbers: NaN and infinities in a training, and the batch they came with.
+
+Losses add up on the device, and one that is no number makes the sum none: it is enough to look at the means once an
+epoch, and before anything is saved. When they are lost, the stage is made once more from what was saved last, with the
+same draws, and looked at after every step of the epoch in question: that finds the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ratp.drawn import listening
+from ratp.errors import TrainingError
+from ratp.method import Phase, Progress, Tick, train
+
+
+class NumbersLostError(TrainingError):
+    """Something is no longer a number.
+
+    Attributes:
+        phase: Number of the phase it was noticed in, within its stage.
+        epoch: Epoch of that phase.
+        in_weights: Whether the weights are none while all losses were some: the last step's work.
+    """
+
+    def __init__(self, what: str, phase: int, epoch: int, *, in_weights: bool = False) -> None:
+        super().__init__(what)
+        self.phase, self.epoch, self.in_weights = phase, epoch, in_weights
+
+
+@dataclass(frozen=True)
+class BadBatch:
+    """The batch with which numbers were lost.
+
+    Attributes:
+        phase: Name of the phase.
+        epoch: Its epoch, from 0.
+        step: Which step of it, from 0.
+        lost: What was no number after it; nothing if only the weights were none, after the last step.
+        images: Places of its images in the domain.
+        memory: Places of its images in the memory.
+        is_last: Whether it is the last one of its epoch.
+    """
+
+    phase: str
+    epoch: int
+    step: int
+    lost: tuple[str, ...]
+    images: tuple[int, ...]
+    memory: tuple[int, ...]
+    is_last: bool
+
+
+def lost(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str]:
+    """Names of what is no number. Waits for the device."""
+    return [name for name, value in values.items() if not math.isfinite(float(value))]
+
+
+def check(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
+    """Raises an error if something is no number.
+
+    Args:
+        values: Means or statistics of an epoch.
+        progress: Where the training is.
+
+    Raises:
+        NumbersLostError: If so.
+    """
+    bad = lost(values)
+    if bad:
+        what = f"{', '.join(bad)} became {float(values[bad[0]])} in epoch {progress.epoch}"
+        raise NumbersLostError(what, progress.phase, progress.epoch)
+
+
+def find_batch(phases: Sequence[Phase], progress: Progress, error: NumbersLostError, capture: bool) -> BadBatch | None:
+    """Makes steps until numbers are lost; None: they are not, this time.
+
+    Args:
+        phases: What to train, in the state ``progress`` tells of.
+        progress: Where to begin.
+        error: What had happened.
+        capture: Whether to capture the steps before the epoch in question.
+    """
+    place = error.phase, error.epoch
+    if (progress.phase, progress.epoch) < place:
+        for moment in train(phases, capture=capture, progress=progress):
+            if (progress.phase, progress.epoch + (isinstance(moment, Tick) and moment.epoch_done)) >= place:
+                break
+    steps, found = train(phases, progress=progress), None
+    while found is None or not (found.lost or found.is_last):
+        with listening() as heard:
+            tick = next(steps, None)
+        if not isinstance(tick, Tick):
+            break
+        about = tick.phase.name, tick.epoch, tick.step - 1, tuple(lost(tick.means))
+        found = BadBatch(*about, tuple(heard.images), tuple(heard.memory), tick.epoch_done)
+    return found if found is not None and (found.lost or error.in_weights) else None
