@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -43,8 +43,11 @@ from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Progress, Tick, train, unpack
 from ratp.midstage import Checkpoint, Checkpoints
 from ratp.notes import Note
+from ratp.numbers import NumbersLostError, find_batch
+from ratp.numbers import check as check_numbers
+from ratp.numbers import lost as lost_numbers
 from ratp.plan import RunPlan
-from ratp.precision import use_precision
+from ratp.precision import Precision, use_precision
 from ratp.randomness import Randomness
 from ratp.record import RunRecord, describe_changes, fingerprint_of, is_event, read_journal, read_run
 from ratp.run_folder import START_ANEW, as_begun, check_folder
@@ -56,6 +59,10 @@ from ratp.stream import Stream
 SAMPLE_COUNT = 10
 SAVE_EVERY = 120.0
 FEATURE_COUNT = 200  # of a domain
+
+
+class NumbersWarning(Note):
+    """A stage is tried once more in single precision."""
 
 
 class EnvironmentWarning(Note):
@@ -133,6 +140,7 @@ class Run:
         self.reuse_source = reuse_source
         self.features = features
         self.save_every = save_every
+        self._precision = plan.precision
         self._is_told = plan.method.uses_target_labels(plan.config)
         if not wait:
             _ = self.config, self.method
@@ -275,7 +283,10 @@ class Run:
 
     def _load_state(self) -> list[dict[str, Any]]:
         """Builds the method and brings it to the end of the last finished stage; returns the journal of these."""
-        self.method = self.plan.build_method(self.stream, self._models)
+        plan, models = self.plan, self._models
+        if self._precision != plan.precision:  # what is trained so must not pass for what was asked for
+            plan, models = replace(plan, precision=self._precision), None
+        self.method = plan.build_method(self.stream, models)
         self.matrix = Matrix(self.stream.order)
         state_file = self.folder / "state.safetensors"
         if not state_file.exists():
@@ -296,6 +307,12 @@ class Run:
             raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {START_ANEW}") from error
         return finished
 
+    def _forget_journal(self, stage: int) -> None:
+        """Takes out of the journal what it says of a stage that begins once more."""
+        path = self.folder / "journal.jsonl"
+        kept = [e for e in read_journal(path) if e.get("stage", -1) < stage]
+        write_text(path, "".join(json.dumps(JOURNAL.marked(e)) + "\n" for e in kept))
+
     def _refuse_lost_state(self, state_file: Path) -> None:
         """Never trains over results whose state has gone."""
         matrix = self.folder / "matrix.json"
@@ -307,6 +324,47 @@ class Run:
             )
 
     def _stage(self, stage: int) -> Iterator[Event]:
+        """A stage; if its numbers are lost, once more from where they were last saved, in single precision."""
+        try:
+            yield from self._attempt(stage)
+            return
+        except NumbersLostError as error:
+            lost = error
+        batch = self._look_for_batch(stage, lost)
+        if self.plan.precision == "fp32":
+            raise self._ruined(stage, lost, batch)
+        told = f"{lost} of stage {stage} ({self.stream.order[stage]}), which is tried once more in fp32"
+        warnings.warn(told, NumbersWarning, stacklevel=2)
+        try:
+            self._use("fp32")
+            yield from self._attempt(stage)
+        except NumbersLostError as error:
+            raise self._ruined(stage, error, batch, "Neither in fp32 did it go well. ") from error
+        self._use(self.plan.precision)
+
+    def _use(self, precision: Precision) -> None:
+        """Computes in a precision from now on, from the last finished stage on."""
+        self._precision = precision
+        use_precision(precision)
+        self._load_state()
+
+    def _look_for_batch(self, stage: int, error: NumbersLostError) -> Path | None:
+        """Makes the stage again up to where its numbers were lost, and writes down the batch it happened with."""
+        self._load_state()
+        work, name = self._prepare(stage), self.stream.order[stage]
+        found = find_batch(work.phases, work.progress, error, self._captures)
+        self._load_state()
+        self._forget_journal(stage)
+        self._note("numbers_lost", stage=stage, domain=name, what=str(error), precision=self._precision)
+        if found is None:
+            return None
+        files = self.stream.files.get(name, ()) if stage else ()  # of the source, only a part is trained on
+        path = self.folder / f"bad-batch-{stage}.json"
+        names = [files[place] for place in found.images if place < len(files)]
+        write_json(path, {"stage": stage, "domain": name, "what": str(error), **asdict(found), "files": names})
+        return path
+
+    def _attempt(self, stage: int) -> Iterator[Event]:
         name = self.stream.order[stage]
         watch = self._watch(stage)
         work = self._prepare(stage)
@@ -315,7 +373,7 @@ class Run:
         started = epoch_started = time.perf_counter()
         if self.probe and not work.done:
             yield from self._measure(stage, 0.0)
-        saved = False
+        saved, moment = False, None
         try:
             for moment in train(work.phases, capture=self._captures, progress=work.progress):
                 saved = False
@@ -324,7 +382,7 @@ class Run:
                     continue
                 work.done += moment.made
                 if moment.epoch_done:
-                    self._note_epoch(stage, moment, epoch_started)
+                    self._note_epoch(work, moment, epoch_started)
                     epoch_started = time.perf_counter()
                 probes = self.probe and moment.epoch_done and work.done < work.total
                 saved = probes  # between probes there is nothing to go on with
@@ -333,14 +391,17 @@ class Run:
                     yield from self._measure(stage, work.done / work.total)
                     epoch_started, saved = time.perf_counter(), False
                 if self._checkpoints.due:
+                    check_numbers(moment.means, work.progress)
                     self._save_checkpoint(work, time.perf_counter() - started)
                     saved = True
         except GeneratorExit:
-            if self.save_every is not None and not saved:
+            is_sound = not isinstance(moment, Tick) or not lost_numbers(moment.means)
+            if self.save_every is not None and not saved and is_sound:
                 self._save_checkpoint(work, time.perf_counter() - started)
             raise
+        self._check_weights(work)
         guard = self._judge(watch) if watch else None
-        row = self._row(stage)
+        row = self._row(work)
         if self.probe and name in row:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = work.seconds + time.perf_counter() - started
@@ -421,12 +482,25 @@ class Run:
             )
         )
 
-    def _row(self, stage: int) -> dict[str, float]:
+    def _check_weights(self, work: _Stage) -> None:
+        """Raises an error if the last update made something that is no number."""
+        state = self.method.state()
+        bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
+        if bad:
+            raise self._lost_at_the_end(work, f"{bad[0]} holds values that are no numbers")
+
+    def _row(self, work: _Stage) -> dict[str, float]:
         """Accuracies after a stage."""
         try:
             return {test.name: accuracy(self.method, test) for test in self.stream.tests if test is not None}
         except TrainingError as error:
-            raise self._ruined(stage, str(error)) from error
+            raise self._lost_at_the_end(work, str(error)) from error
+
+    @staticmethod
+    def _lost_at_the_end(work: _Stage, what: str) -> NumbersLostError:
+        last = len(work.phases) - 1
+        epoch = work.phases[last].epochs - 1 if work.phases else 0
+        return NumbersLostError(f"{what} after the last step", max(last, 0), epoch, in_weights=True)
 
     def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
         device = self.plan.device
@@ -447,9 +521,6 @@ class Run:
         guard: Mapping[str, Any] | None,
     ) -> None:
         state = self.method.state()
-        bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
-        if bad:
-            raise self._ruined(stage, f"{bad[0]} holds values that are no numbers after stage {stage}")
         self.matrix = self.matrix.with_row([row.get(name, math.nan) for name in self.stream.order])
         event = {
             "event": "stage_finished",
@@ -460,6 +531,7 @@ class Run:
             "statistics": dict(statistics),
             "seconds": round(seconds, 3),
             **({"guard": guard} if guard else {}),
+            **({"precision": self._precision} if self._precision != self.plan.precision else {}),
         }
         journal = read_journal(self.folder / "journal.jsonl")
         about = {
@@ -471,15 +543,14 @@ class Run:
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         self._append(event)
 
-    def _note_epoch(self, stage: int, tick: Tick, started: float) -> None:
+    def _note_epoch(self, work: _Stage, tick: Tick, started: float) -> None:
         means = {name: float(value) for name, value in tick.means.items()}
-        bad = [name for name, value in means.items() if not math.isfinite(value)]
-        if bad:
-            raise self._ruined(stage, f"{', '.join(bad)} became {means[bad[0]]} in epoch {tick.epoch} of stage {stage}")
+        check_numbers(means, work.progress)
+        check_numbers(tick.statistics, work.progress)
         self._note(
             "epoch",
-            stage=stage,
-            domain=self.stream.order[stage],
+            stage=work.stage,
+            domain=self.stream.order[work.stage],
             phase=tick.phase.name,
             epoch=tick.epoch,
             means=means,
@@ -487,10 +558,11 @@ class Run:
             seconds=round(time.perf_counter() - started, 3),  # the device has caught up: its means were read
         )
 
-    def _ruined(self, stage: int, what: str) -> TrainingError:
+    def _ruined(self, stage: int, error: NumbersLostError, batch: Path | None, more: str = "") -> TrainingError:
+        where = f"It happened with the images that {batch} names. " if batch else ""
         return TrainingError(
-            f"{what} ({self.stream.order[stage]}). The stages before it are kept in {self.folder}. "
-            "A smaller learning rate (--set lr=…) usually helps."
+            f"{error} of stage {stage} ({self.stream.order[stage]}). {where}{more}"
+            f"The stages before it are kept in {self.folder}. A smaller learning rate (--set lr=…) usually helps."
         )
 
     def _measure(self, stage: int, progress: float) -> Iterator[Probed]:

@@ -1,0 +1,137 @@
+"""Losses that are no numbers: the batch is found, the stage tried once more in fp32, and nothing before it is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ratp.training as training
+from helpers import QUICK, journal_of, same_tensors, tensors_of, toy_plan
+from ratp.drawn import drew, listening
+from ratp.errors import TrainingError
+from ratp.events import Trained
+from ratp.files import read_json
+from ratp.methods import METHODS
+from ratp.run import NumbersWarning, Run
+
+SIZES = {"epochs": 3, "steps": 4}
+BAD = 7  # an image that ruins every batch it is in
+
+
+def plan_of(method="ratp", precision="fp32", **changes):
+    plan = toy_plan(method, changes={**SIZES, **QUICK.get(method, {}), **changes})
+    return replace(plan, precision=precision)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Makes one image of the targets unusable where a setting is as said; returns the batches drawn before it."""
+    drawn, draw = [], training.Batches.draw
+
+    def use(in_precision=("fp32", "tf32"), stage=1):
+        def poisoned(self, count):
+            batch = draw(self, count)
+            if getattr(self, "where", (None, None))[0] != stage or self.where[1] not in in_precision:
+                return batch
+            drawn.append(batch.places[~batch.replayed].tolist())
+            bad = (batch.places == BAD) & ~batch.replayed
+            return batch._replace(images=torch.where(bad[:, None, None, None], torch.nan, batch.images))
+
+        build = training.Batches.__init__
+
+        def built(self, setting, kind, number, *rest):
+            build(self, setting, kind, number, *rest)
+            self.where = number, setting.precision
+
+        monkeypatch.setattr(training.Batches, "__init__", built)
+        monkeypatch.setattr(training.Batches, "draw", poisoned)
+        return drawn
+
+    return use
+
+
+@pytest.mark.faults(14, "numbers lost in single precision: the batch is named, the stages before it are kept")
+@pytest.mark.parametrize("save_every", [None, 0.0])
+def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_path):
+    Run(plan_of(), tmp_path / "sound").execute()
+    drawn = poison()
+    with pytest.raises(
+        TrainingError, match=r"became nan in epoch . of stage 1 \(mud\).*bad-batch-1\.json names.*kept in"
+    ) as caught:
+        Run(plan_of(), tmp_path / "run", save_every=save_every).execute()
+    assert "lr=" in str(caught.value)
+    found = read_json(tmp_path / "run" / "bad-batch-1.json")
+    culprit = next(batch for batch in drawn if BAD in batch)
+    assert found["images"] == culprit and BAD in found["images"] and "total" in found["lost"]
+    assert found["epoch"] * SIZES["steps"] + found["step"] == drawn.index(culprit)
+    (event,) = journal_of(tmp_path / "run", "numbers_lost")
+    assert (event["stage"], event["precision"]) == (1, "fp32")
+    assert read_json(tmp_path / "run" / "matrix.json")["accuracy"] == [
+        read_json(tmp_path / "sound" / "matrix.json")["accuracy"][0]
+    ]
+
+
+def test_the_same_command_goes_on_once_the_cause_is_gone(poison, monkeypatch, tmp_path):
+    Run(plan_of(), tmp_path / "sound").execute()
+    poison()
+    with pytest.raises(TrainingError):
+        Run(plan_of(), tmp_path / "run").execute()
+    monkeypatch.undo()
+    Run(plan_of(), tmp_path / "run").execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+
+
+@pytest.mark.faults(14, "numbers lost in fewer bits: the stage is tried once more in fp32, and that is noted")
+def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
+    """On a CPU both precisions compute the same: the run must end as one without the accident."""
+    Run(plan_of(), tmp_path / "sound").execute()
+    poison(in_precision=("tf32",))
+    with pytest.warns(NumbersWarning, match="tried once more in fp32"):
+        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+    finished = journal_of(tmp_path / "run", "stage_finished")
+    assert [event.get("precision") for event in finished] == [None, "fp32", None]
+    epochs = [e for e in journal_of(tmp_path / "run", "epoch") if e["stage"] == 1]
+    assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # those of the failed attempt are gone
+
+
+def test_if_that_fails_too_the_run_stops(poison, tmp_path):
+    poison()
+    with pytest.warns(NumbersWarning), pytest.raises(TrainingError, match="Neither in fp32"):
+        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+    assert len(read_json(tmp_path / "run" / "matrix.json")["accuracy"]) == 1
+
+
+def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
+    """Stopped by hand in the epoch it happens in, before anybody looked."""
+    drawn = poison()
+    events = Run(plan_of(), tmp_path / "run", save_every=3600).events()
+    for event in events:
+        if isinstance(event, Trained) and any(BAD in batch for batch in drawn):
+            assert not event.tick.epoch_done, "another image would be better for this test"
+            break
+    events.close()
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_says_what_it_draws(method, tmp_path):
+    run = Run(plan_of(method), tmp_path / "run")
+    for phase in run.method.source_phases(run.stream.source):
+        phase.begin_epoch(0)
+        with listening() as heard:
+            phase.step()
+        assert heard.images
+        assert all(0 <= place < len(run.stream.source) for place in heard.images)
+
+
+def test_places_beyond_the_domain_are_of_the_memory():
+    with listening() as heard:
+        drew(torch.tensor([0, 5, 2, 3]), own=3)
+        drew(torch.tensor([1, 4]), own=2, among=torch.tensor([30, 40]))
+        drew(torch.tensor([9]))
+    assert (heard.images, heard.memory) == ([0, 2, 40, 9], [2, 0, 2])
+    drew(torch.tensor([1]))
+    assert heard.images == [0, 2, 40, 9]
