@@ -84,6 +84,7 @@ class TestWriting:
         assert os.listdir(tmp_path) == ["file"]
         assert path.read_bytes() == b"old"
 
+    @pytest.mark.faults(2, "files are written beside, synced and renamed, and the folder is synced")
     def test_the_contents_reach_the_disk_before_the_name_does(self, tmp_path, monkeypatch):
         order = []
         fsync, replace = os.fsync, Path.replace

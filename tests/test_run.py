@@ -554,6 +554,7 @@ class TestFolder:
         ],
         ids=["recipe", "switch", "seed", "method", "order", "images"],
     )  # fmt: skip
+    @pytest.mark.faults(19, "a folder with another run is refused, and the differences are told")
     def test_another_run_is_refused_and_the_differences_told(self, untouched, changes, told, tmp_path):
         folder = tmp_path / "run"
         shutil.copytree(untouched["ratp"], folder)
@@ -573,6 +574,7 @@ class TestFolder:
 
 
 class TestNotANumber:
+    @pytest.mark.faults(14, "a loss that is no number ends the stage, and the stages before it stay")
     def test_the_stage_fails_and_the_stages_before_it_stay(self, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()
@@ -587,6 +589,7 @@ class TestNotANumber:
         assert files_of(run.folder)["state.safetensors"] == kept["state.safetensors"]
         assert files_of(run.folder)["matrix.json"] == kept["matrix.json"]
 
+    @pytest.mark.faults(14, "and the run can go on afterwards")
     def test_it_can_go_on_afterwards(self, untouched, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()

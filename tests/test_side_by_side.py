@@ -306,6 +306,7 @@ class TestInTurn:
         with pytest.raises(ConfigError, match="at least one run"):
             run_all([], at_once=wrong)
 
+    @pytest.mark.faults(16, "training that does not fit says so")
     def test_memory_that_runs_out(self, tmp_path, monkeypatch):
         def full(self):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And a long story.")

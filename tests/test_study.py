@@ -450,6 +450,7 @@ class TestStates:
         for name in ("matrix.json", "weights.safetensors"):
             assert files_of(entry.folder)[name] == undisturbed[name]
 
+    @pytest.mark.faults(17, "two processes at one study share its runs")
     def test_two_at_the_same_study(self, study):
         """The second finds a run under way that was waiting when it looked; that is no failure."""
         entry, other = study.entries[1:]

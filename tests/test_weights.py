@@ -88,6 +88,7 @@ class TestMisfits:
         message = refused(small(), Weights("some", "", {n: t for n, t in weights.tensors.items() if n != "4.bias"}))
         assert "Expected 21 tensors, found 20, 1 missing (4.bias)" in message
 
+    @pytest.mark.faults(6, "weights that do not fit are refused: what was expected, what was found, what to do")
     def test_of_another_shape(self):
         message = refused(small(), weights_of(small(1), **{"0.weight": torch.zeros(3, 3, 1, 1)}))
         assert "1 of another shape (0.weight: expected 3×3×5×5, found 3×3×1×1)" in message
@@ -166,6 +167,7 @@ class TestFile:
             find_weights(str(tmp_path), "dtn")
 
     @pytest.mark.parametrize("ending", [".pth", ".PT", ".bin", ".ckpt"])
+    @pytest.mark.faults(5, "a pickle is refused, with the command that imports it")
     def test_a_pickle_is_refused_with_the_command_that_imports_it(self, ending, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path(f"my net{ending}").write_bytes(b"whatever")
@@ -190,6 +192,7 @@ class TestFile:
             find_weights(str(path), "dtn")
         assert told in str(caught.value)
 
+    @pytest.mark.faults(6, "truncated weights are refused in a sentence")
     def test_a_truncated_file(self, tmp_path):
         path = tmp_path / "file.safetensors"
         save_file(small().state_dict(), path)

@@ -94,6 +94,7 @@ def test_a_request_that_makes_no_sense(options, told):
     refused("run", *options, told=told)
 
 
+@pytest.mark.faults(19, "all mistakes come at once, with what was probably meant")
 def test_all_mistakes_come_at_once():
     changes = ["--set", "batch=1", "--set", "r_con=hi", "--set", "nonsense"]
     message = refused("run", "--order", "foo", "--seed", "x", "--device", "gpu", *changes)
@@ -140,6 +141,7 @@ def test_a_command_that_is_none(words, told):
 
 class TestOutput:
     @pytest.mark.parametrize("out", ["file/x", "file", "/proc/ratp", "file/x/y/z"])
+    @pytest.mark.faults(3, "a folder that cannot be written is refused before anything is trained")
     def test_a_folder_that_cannot_be(self, out):
         with open("file", "w") as file:
             file.write("mine")
@@ -252,6 +254,7 @@ class TestDamagedRun:
         result = ratp(*TINY_RUN, "--out", run, "-q")
         assert result.code == 0 or (result.code == 2 and "state.safetensors" in result.err)
 
+    @pytest.mark.faults(6, "a state of another shape is refused and named")
     def test_a_state_of_another_shape(self, run):
         """Hand-edited: everything says it belongs, but the tensors do not fit."""
         tensors, about = read_tensors(run / "state.safetensors")

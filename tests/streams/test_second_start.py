@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from own_images import encoded, images, picture, put, run_folders, worked, zipped
 
 from helpers import files_of
+from own_images import encoded, images, picture, put, run_folders, worked, zipped
 from ratp.data.tree import ImageTree
 
 
@@ -79,6 +79,7 @@ class TestChanged:
         assert files_of(Path("run")) == before
         return result.err
 
+    @pytest.mark.faults(20, "images that changed are refused, with the domain they are of")
     def test_an_image_of_the_source(self):
         put(Path("day"), {"north/0.png": encoded(picture(0, 777))})
         assert "Its images have changed since: those of day. Choose another folder" in self.refusal()
@@ -109,6 +110,7 @@ class TestChanged:
             os.utime(path)
         assert "complete already" in worked(run_folders("day", "night.zip", "wild")).err
 
+    @pytest.mark.faults(20, "images may move")
     def test_a_moved_folder_has_not(self):
         Path("elsewhere").mkdir()
         Path("day").rename("elsewhere/day")

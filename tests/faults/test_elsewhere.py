@@ -1,0 +1,55 @@
+"""A run that goes on with other versions, or on another device, than it began with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers import journal_of, ratp, toy_domains, toy_plan
+from ratp.events import StageFinished
+from ratp.files import read_json, write_json
+from ratp.record import read_run
+from ratp.run import EnvironmentWarning, Run
+
+
+def plan():
+    return toy_plan("shot", toy_domains(ink=24, mud=20), changes={"epochs": 1, "steps": 2})
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run that was stopped after its first stage, which it made on a GPU with an older torch, as it says."""
+    events = Run(plan(), tmp_path / "run").events()
+    next(event for event in events if isinstance(event, StageFinished))
+    events.close()
+    path = tmp_path / "run" / "environment.json"
+    about = read_json(path)
+    about |= {"device": "cuda", "device_name": "NVIDIA H200", "packages": about["packages"] | {"torch": "2.0"}}
+    write_json(path, about)
+    return tmp_path / "run"
+
+
+@pytest.mark.faults(20, "what differs from the machine a run began on is told, kept in its journal and in every report")
+def test_it_is_told_kept_and_reported(begun, tmp_path):
+    with pytest.warns(EnvironmentWarning, match=r"began in another environment: .*device cuda → cpu.*torch 2\.0 → "):
+        Run(plan(), begun).execute()
+    (event,) = journal_of(begun, "run_resumed")
+    assert event["environment"]["device"] == ["cuda", "cpu"]
+    assert event["environment"].keys() == {"device", "device_name", "torch"}
+    assert read_json(begun / "environment.json")["device"] == "cuda"  # what it began with
+    read_run(begun).export(tmp_path / "result.json")
+    for path in (begun, tmp_path / "result.json"):
+        (move,) = read_run(path).moves
+        assert "device cuda → cpu" in move
+    told = ratp("report", begun, "--out", tmp_path / "report")
+    assert "seed 2022: went on in another environment: device cuda → cpu" in " ".join(told.out.split())
+
+
+def test_nothing_is_told_where_nothing_changed(tmp_path):
+    events = Run(plan(), tmp_path / "run").events()
+    next(event for event in events if isinstance(event, StageFinished))
+    events.close()
+    Run(plan(), tmp_path / "run").execute()
+    assert "environment" not in json.dumps(journal_of(tmp_path / "run", "run_resumed"))
+    assert read_run(tmp_path / "run").moves == ()
