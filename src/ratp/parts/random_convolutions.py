@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ratp import kernels
 from ratp.parts.randmix_draw import Linear
 
 CHANNELS = 3
@@ -60,11 +61,18 @@ def transposed_convolution(hidden: Tensor, layer: Linear) -> Tensor:
 
 
 def convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
-    """A convolution between three channels, which suit neither vector units nor tensor cores: more are packed."""
+    """A convolution between three channels, which suit neither vector units nor tensor cores.
+
+    More channels are packed, or on a GPU, for small images, a kernel of ours does it. The weights get no gradient.
+    """
     if not inputs.is_cuda:
         return packed_convolution(inputs, layer, padding, PACKED_ON_CPU)
     if inputs.shape[-1] >= WIDE:
         return packed_convolution(inputs, layer, padding, PACKED_ON_GPU)
+    if kernels.usable(inputs.device):
+        from ratp.kernels.convolve import convolve
+
+        return convolve(inputs, layer.weight, layer.bias, padding)
     return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
 
 

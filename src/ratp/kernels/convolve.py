@@ -1,0 +1,94 @@
+"""Convolutions between the three channels of small images: cuDNN's kernels are made for many channels.
+
+Each program has some pixels of one image. Channels are a dimension of their own, with room for a fourth that is always
+zero, because sizes are powers of two. Weights are never trained: there is a gradient of the images alone, and it is
+the convolution with the kernel turned around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIXELS_AT_ONCE = 256
+
+
+@triton.jit
+def _convolve_kernel(
+    inputs, taps, bias, result,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PIXELS: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(0)
+    HIGH: tl.constexpr = HEIGHT + 2 * PADDING - SIZE + 1
+    WIDE: tl.constexpr = WIDTH + 2 * PADDING - SIZE + 1
+    p = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
+    c = tl.arange(0, 4)
+    inside = p < HIGH * WIDE
+    top, left = p // WIDE - PADDING, p % WIDE - PADDING
+    planes = inputs + (image * 3 + c)[:, None] * (HEIGHT * WIDTH)
+    tap = taps + c
+    red = tl.zeros([4, PIXELS], tl.float32)
+    green = tl.zeros([4, PIXELS], tl.float32)
+    blue = tl.zeros([4, PIXELS], tl.float32)
+    for row in range(SIZE):
+        y = top + row
+        on_row = inside & (y >= 0) & (y < HEIGHT)
+        for column in tl.static_range(SIZE):
+            x = left + column
+            there = (c < 3)[:, None] & (on_row & (x >= 0) & (x < WIDTH))[None, :]
+            value = tl.load(planes + (y * WIDTH + x)[None, :], mask=there, other=0.0)
+            red += value * tl.load(tap + 12 * column)[:, None]
+            green += value * tl.load(tap + (12 * column + 4))[:, None]
+            blue += value * tl.load(tap + (12 * column + 8))[:, None]
+        tap += 12 * SIZE
+    for out in tl.static_range(3):
+        value = tl.sum(red if out == 0 else (green if out == 1 else blue), 0)
+        if HAS_BIAS:
+            value += tl.load(bias + out)
+        tl.store(result + (image * 3 + out) * (HIGH * WIDE) + p, value, mask=inside)
+
+
+def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+    count, channels, height, width = inputs.shape
+    size = weight.shape[-1]
+    high, wide = height + 2 * padding - size + 1, width + 2 * padding - size + 1
+    result = torch.empty(count, channels, high, wide, device=inputs.device)
+    # row, column, to, from: the four weights of a tap and an output channel side by side, the fourth zero
+    taps = F.pad(weight.permute(2, 3, 0, 1), (0, 1)).contiguous()
+    _convolve_kernel[(count, triton.cdiv(high * wide, PIXELS_AT_ONCE))](
+        inputs.contiguous(), taps, taps if bias is None else bias, result,
+        HEIGHT=height, WIDTH=width, SIZE=size, PADDING=padding, HAS_BIAS=bias is not None, PIXELS=PIXELS_AT_ONCE,
+    )  # fmt: skip
+    return result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.padding = padding
+        return _convolve(inputs, weight, bias, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        turned = weight.flip(2, 3).transpose(0, 1)
+        return _convolve(gradients[0], turned, None, weight.shape[-1] - 1 - ctx.padding), None, None, None
+
+
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
+    """The convolution of images with weights that are not trained, in single precision.
+
+    Args:
+        inputs: float32, shape (n, 3, height, width).
+        weight: Shape (3, 3, k, k).
+        bias: Shape (3,).
+        padding: Zeros on every side, less than k.
+    """
+    return _Convolution.apply(inputs, weight, bias, padding)  # type: ignore[no-any-return]
