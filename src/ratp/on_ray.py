@@ -26,8 +26,8 @@ import torch
 
 from ratp.errors import ConfigError, RatpError, RunDirectoryError
 from ratp.events import Event, StageFinished, StageStarted
-from ratp.files import is_leftover, remove_leftovers, write_bytes
-from ratp.lock import LOCK_FILE, exclusive, is_held
+from ratp.files import remove_leftovers, write_bytes
+from ratp.lock import exclusive, is_held
 from ratp.midstage import LATEST as CHECKPOINT
 from ratp.notes import Note
 from ratp.run import Run
@@ -379,10 +379,16 @@ def _needs(run: Run) -> dict[str, float]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All files of a run directory by name, in the order in which to write them."""
-    names = [item.name for item in folder.iterdir() if item.is_file() and not is_leftover(item)]
-    others = sorted({*names} - {LOCK_FILE, *_FIRST, *_LAST})
+    """All files of a run in its directory by name, in the order in which to write them."""
+    names = [item.name for item in folder.iterdir() if item.is_file() and _belongs(item.name)]
+    others = sorted({*names} - {*_FIRST, *_LAST})
     return {name: folder / name for name in (*_FIRST, *others, *_LAST) if name in names}
+
+
+def _belongs(name: str) -> bool:
+    """Whether a name is one that a run gives its files: no folder, nothing hidden, no lock, no program."""
+    letters = all(sign.isalnum() or sign in "-_." for sign in name)
+    return letters and not name.startswith(".") and name.endswith((".json", ".jsonl", ".safetensors", ".csv"))
 
 
 def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
@@ -395,7 +401,7 @@ def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
 def _write(folder: Path, files: Mapping[str, bytes | None]) -> None:
     """Writes files, and removes those that are None."""
     for name, data in files.items():
-        if Path(name).name != name:
+        if not _belongs(name):
             raise RatpError(f"a worker sent a file called {name!r}, which does not belong into a run directory.")
         if data is None:
             (folder / name).unlink(missing_ok=True)

@@ -100,7 +100,7 @@ class RunProcess:
         with theirs:
             settings = json.dumps({"channel": theirs.fileno(), "path": sys.path})
             try:
-                self._process = subprocess.Popen(  # noqa: S603
+                self._process = subprocess.Popen(  # noqa: S603 - this Python, no shell
                     [sys.executable, "-P", "-c", _START, settings],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from ratp.notes import harmless
 
 WIDTH_WITHOUT_TERMINAL = 100
+
+
+class PlainConsole(Console):
+    """A console on which names cannot give orders to the terminal: of control characters it shows that they are there.
+
+    Its own colours and movements are no text, and stay.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As in any console, but for control characters."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=harmless(segment.text))
 
 
 def stdout() -> Console:
@@ -22,9 +38,9 @@ def stderr() -> Console:
 
 
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    console = PlainConsole(stderr=stderr, highlight=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        return Console(stderr=stderr, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+        return PlainConsole(stderr=stderr, highlight=False, width=WIDTH_WITHOUT_TERMINAL)
     return console
 
 

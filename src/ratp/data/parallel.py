@@ -157,7 +157,7 @@ class _Worker:
         with ours, theirs:
             channel = theirs.fileno()
             settings = json.dumps({"size": size, "target": target, "channel": channel, "path": sys.path})
-            self._process = subprocess.Popen(  # noqa: S603
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, no shell
                 [sys.executable, "-S", "-P", str(Path(worker.__file__)), settings],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -46,10 +46,10 @@ def feature_maps(run: RunRecord) -> Figure | None:
             places = _laid_out(tensors["embedding"])
             for row, key in enumerate(("labels", "domains")):
                 _scatter(axes[row][column], places, tensors[key][: len(places)])
-            axes[0][column].set_title(f"after {plain(domains[about['stage']], 16)}")
+            axes[0][column].set_title(f"after {plain(about['domains'][about['stage']], 16)}")
         for row, (what, kinds) in enumerate((("by class", classes), ("by domain", domains))):
             axes[row][0].set_ylabel(what)
-            marks = [_mark(number, plain(str(kind), 16, lines=1)) for number, kind in enumerate(kinds[:20])]
+            marks = [_mark(number, plain(kind, 16, lines=1)) for number, kind in enumerate(kinds[:20])]
             axes[row][-1].legend(handles=marks, loc="center left", bbox_to_anchor=(1.02, 0.5), handletextpad=0.2)
     return figure
 
@@ -62,11 +62,29 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         count = len(tensors["embedding"])
         chosen = np.linspace(0, count - 1, min(count, MOST)).round().astype(int)
         kept = {name: tensors[name].numpy()[chosen] for name in _KEYS}
-        if not (about["domains"] and about["classes"] and 0 <= about["stage"] < len(about["domains"])):
-            raise ValueError("it does not say of what")
+        _check(kept, about)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise RunDirectoryError(f"{path} holds no embeddings ({error}).") from error
     return kept, about
+
+
+def _check(found: dict[str, NDArray[Any]], about: dict[str, Any]) -> None:
+    """Refuses what cannot be drawn.
+
+    Raises:
+        KeyError, TypeError, ValueError: If it cannot.
+    """
+    points, names = found["embedding"], {"labels": about["classes"], "domains": about["domains"]}
+    if points.ndim != 2 or not points.shape[1] or not np.isfinite(points).all():
+        raise ValueError("they are no rows of numbers")
+    for key, texts in names.items():
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError("it does not say of what")
+        kinds = found[key]
+        if kinds.dtype.kind not in "iu" or kinds.ndim != 1 or not ((kinds >= 0) & (kinds < len(texts))).all():
+            raise ValueError(f"{key} are not those it names")
+    if type(about["stage"]) is not int or not 0 <= about["stage"] < len(about["domains"]):
+        raise ValueError("it does not say of which stage")
 
 
 def _laid_out(embedding: NDArray[Any]) -> NDArray[Any]:

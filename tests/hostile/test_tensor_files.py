@@ -1,0 +1,145 @@
+"""Files that are called safetensors: headers that lie, numbers that are none, tensors of something else."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import ratp
+from ratp.errors import RatpError
+from ratp.files import read_tensors, write_tensors
+from ratp.schema import FEATURES
+
+ONE = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def packed(header, data=b"\0" * 8, length=None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def one(**changes) -> bytes:
+    return packed({"a": {**ONE["a"], **changes}})
+
+
+def about(text: str) -> bytes:
+    return packed({"__metadata__": {"about": text}, **ONE})
+
+
+REFUSED = {
+    "a header of 2^63 bytes": packed(ONE, length=2**63),
+    "a header of 2^64 - 1 bytes": packed(ONE, length=2**64 - 1),
+    "a header longer than the file": packed(ONE, length=10**7),
+    "a header cut short": packed(ONE)[:30],
+    "offsets out of range": one(data_offsets=[0, 800]),
+    "offsets turned around": one(data_offsets=[8, 0]),
+    "offsets below zero": one(data_offsets=[-8, 0]),
+    "two tensors at one place": packed({**ONE, "b": ONE["a"]}),
+    "tensors that overlap": packed({**ONE, "b": {**ONE["a"], "data_offsets": [4, 12]}}, b"\0" * 12),
+    "a shape below zero": one(shape=[-2]),
+    "a shape beyond all memory": one(shape=[2**62, 4]),
+    "a shape that does not fit": one(shape=[3]),
+    "a shape of fractions": one(shape=[2.0]),
+    "objects": one(dtype="OBJECT"),
+    "a name twice": packed(b'{"a":%s,"a":%s}' % ((json.dumps(ONE["a"]).encode(),) * 2), b"\0" * 16),
+    "data nobody speaks of": packed(ONE, b"\0" * 800),
+    "a header nested without end": packed(b'{"__metadata__":' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
+    "metadata nested without end": about("[" * 100_000),
+    "metadata that are no JSON": about("<html>"),
+    "another's hash": about('{"sha256": 1}'),
+    "a pickle": pickle.dumps({"a": [1.0]}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_lies_is_refused(what, here, refused):
+    (here / "in.safetensors").write_bytes(REFUSED[what])
+    refused("run", "--weights", "in.safetensors", "--device", "cpu", told=["in.safetensors"])
+    refused("import-weights", "in.safetensors", "out.safetensors", told=["in.safetensors"])
+    with pytest.raises(RatpError, match=r"in\.safetensors"):
+        read_tensors(Path("in.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        one(dtype="U8", shape=[8]),
+        packed({"a": {"dtype": "F32", "shape": [2**62, 0], "data_offsets": [0, 0]}}, b""),
+        packed({f"../../{k}\x1b[31m": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for k in range(9000)}, b""),
+        packed({"a": {"dtype": "U8", "shape": [1] * 3000, "data_offsets": [0, 1]}}, b"\0"),
+        about('{"schema": 1' + ', "a": {"b": 1}' * 1000 + "}"),
+        about('{"schema": ' + "9" * 1000 + "}"),
+    ],
+    ids=["bytes", "nothing of 2^62", "nine thousand", "three thousand axes", "much to say", "a version without end"],
+)
+def test_what_is_none_of_ours_is_refused_by_its_contents(data, here, refused):
+    (here / "in.safetensors").write_bytes(data)
+    refused("run", "--weights", "in.safetensors", "--device", "cpu", told=["in.safetensors"])
+    refused("import-weights", "in.safetensors", "out.safetensors", told=["in.safetensors"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_state_of_no_numbers(value, run):
+    """It was not this run that wrote it, for that one refuses to; its hash is right all the same."""
+    tensors, said = read_tensors(run / "weights.safetensors")
+    spoilt = {name: torch.full_like(tensor, value) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    write_tensors(Path("in.safetensors"), {**tensors, **spoilt}, said)
+    options = ["--set", "network.width=0.03", "--set", "network.hidden=8", "--set", "network.dim=4"]
+    result = ratp("run", "--weights", "in.safetensors", "--device", "cpu", "--method", "source-only", *options)
+    assert (result.code, result.out) == (2, "")
+    assert "NaN or infinities" in result.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"original": torch.zeros(4, 3, 8, 8, dtype=torch.uint8), "\x1b[31m<b>": torch.zeros(3)},
+        {"original": torch.zeros(0, 3, 8, 8, dtype=torch.uint8)},
+        {"original": torch.full((2, 3, 8, 8), float("nan"))},
+        {"original": torch.zeros(2, 3, 0, 8)},
+        {"original": torch.zeros(1, dtype=torch.complex64)},
+        {"original": torch.tensor(1.0)},
+        {},
+    ],
+)
+def test_samples_that_are_no_pictures(tensors, run):
+    write_tensors(run / "samples.safetensors", tensors)
+    result = ratp("report", "run", "--quiet")
+    assert result.code == 0 or (result.code == 2 and "samples.safetensors" in result.err), result
+    assert "\x1b" not in result.err
+
+
+GOOD = {"embedding": torch.randn(8, 4), "labels": torch.zeros(8, dtype=torch.long), "domains": torch.zeros(8).long()}
+SAID = {"domains": ["ink", "mud", "fog"], "classes": ["north", "south"], "stage": 0}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"embedding": torch.full((8, 4), float("nan"))}, {}),
+        ({"embedding": torch.full((8, 4), float("inf"))}, {}),
+        ({"embedding": torch.zeros(8)}, {}),
+        ({"embedding": torch.zeros(8, 0)}, {}),
+        ({"labels": torch.full((8,), -(2**60))}, {}),
+        ({"labels": torch.zeros(3).long()}, {}),
+        ({"labels": torch.full((8,), float("nan"))}, {}),
+        ({}, {"stage": 2.5}),
+        ({}, {"stage": "0"}),
+        ({}, {"domains": {"ink": 1}}),
+        ({}, {"domains": [1, None, []]}),
+        ({}, {"classes": "north"}),
+        ({}, {"classes": [{}, [[]]]}),
+        ({}, {"schema": 9}),
+    ],
+)
+def test_embeddings_that_are_none(tensors, said, run):
+    for stage in range(3):
+        write_tensors(run / f"features-{stage}.safetensors", GOOD | tensors, FEATURES.marked(SAID | said) | said)
+    result = ratp("report", "run", "--quiet")
+    assert result.code == 0 or (result.code == 2 and "features-0.safetensors" in result.err), result
