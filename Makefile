@@ -13,7 +13,7 @@ help:
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
 	@echo "make bench    time and memory of the demo, import time; the plain reference against the fast path"
 	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, and the tables from it"
-	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md"
+	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md; runs the tests of faults"
 	@echo "make clean    remove the virtual environment, runs and caches"
 
 $(READY): requirements.txt pyproject.toml
@@ -52,6 +52,7 @@ results: $(READY)
 docs: $(READY)
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/reproducibility.py
+	$(BIN)/python tools/reliability.py
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

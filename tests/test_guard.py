@@ -54,7 +54,7 @@ from ratp.report.page import write_report
 from ratp.report.terminal import print_report
 from ratp.run import Run
 
-FAULT = 0  # number of "a domain ruins the model" among the faults
+FAULT = 15
 # Enough to learn the toy domains.
 LEARNS = {"epochs": 4, "steps": 20, "batch": 16, "lr": 0.05}
 LEARNS |= {"network.width": 0.1, "network.hidden": 32, "network.dim": 16}

@@ -1,0 +1,161 @@
+"""Writes the table of docs/reliability.md: every fault, what happens, the tests that show it and how many passed.
+
+The tests are those marked ``faults``; writing the table runs them. ``--check`` runs none: it fails if a fault has no
+test, or if the page names other tests than there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = "docs/reliability.md"
+PATTERN = re.compile(r"(<!-- begin faults -->\n).*?(<!-- end faults -->)", flags=re.S)
+
+FAULTS = {
+    1: "killed, or the power is cut, in the middle of a stage",
+    2: "killed while a file is written; a file is damaged later",
+    3: "a folder cannot be written, or no longer",
+    4: "the disk is full",
+    5: "a checkpoint from elsewhere, perhaps hostile",
+    6: "weights that are cut short, damaged or of another shape",
+    7: "a hostile archive",
+    8: "a download breaks off",
+    9: "a web page comes instead of a file",
+    10: "files among the images that are none",
+    11: "unusual images",
+    12: "domains with different classes",
+    13: "unusual names, links and trees",
+    14: "numbers that are none",
+    15: "a stage that ruins the model",
+    16: "too little memory on a GPU",
+    17: "two processes in one folder",
+    18: "Ctrl-C and SIGTERM",
+    19: "mistakes in what is asked for",
+    20: "another machine; moved or changed images",
+}
+
+
+@dataclass
+class Fault:
+    """What the tests say of a fault.
+
+    Attributes:
+        what: What happens.
+        tests: The tests, by file and name.
+        cases: The names pytest has for all their cases.
+    """
+
+    what: dict[str, None] = field(default_factory=dict)
+    tests: dict[str, None] = field(default_factory=dict)
+    cases: list[str] = field(default_factory=list)
+
+
+class Listener:
+    """A plugin of pytest: hears of every test there is, and of what became of it."""
+
+    def __init__(self) -> None:
+        self.faults: dict[int, Fault] = {}
+        self.outcomes: dict[str, str] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Takes down the tests that are marked; those of one function follow one another."""
+        for item in items:
+            for mark in reversed(list(item.iter_markers("faults"))):
+                number, what = mark.args
+                fault = self.faults.setdefault(number, Fault())
+                fault.what[what] = None
+                fault.tests[f"{item.path.name}::{item.originalname}"] = None
+                fault.cases.append(item.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes down what became of a test: the worst of its parts."""
+        if report.outcome != "passed" or report.when == "call":
+            self.outcomes[report.nodeid] = report.outcome
+
+
+def words() -> list[str]:
+    """How pytest is told of the tests: by the files that have any, which is quicker than to look through all."""
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.faults" in path.read_text()]
+    return ["-m", "faults", "-p", "no:cacheprovider", *files]
+
+
+def collect() -> dict[int, Fault]:
+    """The faults by number, as the tests have them."""
+    listener = Listener()
+    with redirect_stdout(io.StringIO()) as said:
+        code = pytest.main(["--collect-only", *words()], plugins=[listener])
+    missing = FAULTS.keys() ^ listener.faults.keys()
+    if code or missing:
+        sys.exit(f"{said.getvalue()}\nthese faults have no test, or no name: {sorted(missing)}")
+    return listener.faults
+
+
+def run(jobs: str) -> dict[str, str]:
+    """Runs the tests; returns what became of each."""
+    listener = Listener()
+    pytest.main(["-n", jobs, *words()], plugins=[listener])
+    return listener.outcomes
+
+
+def result(fault: Fault, outcomes: dict[str, str]) -> str:
+    """How many cases of a fault's tests passed."""
+    counts = Counter(outcomes.get(case, "not run") for case in fault.cases)
+    others = [f"{count} {name}" for name, count in sorted(counts.items()) if name != "passed"]
+    return ", ".join([f"{counts['passed']} of {len(fault.cases)}", *others])
+
+
+def table(faults: dict[int, Fault], results: dict[int, str]) -> str:
+    """The table, with a row a fault."""
+    lines = ["| | fault | what happens | tests | passed |", "|---:|---|---|---|---:|"]
+    for number, name in FAULTS.items():
+        fault = faults[number]
+        what = "; ".join(fault.what)
+        tests = ", ".join(f"`{test}`" for test in fault.tests)
+        lines.append(f"| {number} | {name} | {what} | {tests} | {results.get(number, '')} |")
+    return "\n".join(lines)
+
+
+def written(text: str) -> dict[int, str]:
+    """The results that a page has, by the fault's number."""
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text, flags=re.M)
+    return {int(number): passed for number, passed in rows}
+
+
+def main() -> None:
+    """Brings the page up to date, or with ``--check`` fails if it is not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="run nothing, change nothing; fail if it is out of date")
+    parser.add_argument("--jobs", default="2", help="processes to run the tests in; default: 2")
+    options = parser.parse_args()
+    path = ROOT / PAGE
+    text = path.read_text(encoding="utf-8")
+    faults = collect()
+    if options.check:
+        results = written(text)
+    else:
+        outcomes = run(options.jobs)
+        results = {number: result(fault, outcomes) for number, fault in faults.items()}
+    new = PATTERN.sub(lambda found: f"{found[1]}{table(faults, results)}\n{found[2]}", text)
+    if new != text:
+        print(f"{'out of date' if options.check else 'updated'}: {PAGE}")
+        if not options.check:
+            path.write_text(new, encoding="utf-8")
+    failed = [number for number, passed in results.items() if re.search("failed|not run", passed)]
+    if failed:
+        print(f"not all tests passed of these faults: {failed}")
+    sys.exit(bool(failed or (options.check and new != text)))
+
+
+if __name__ == "__main__":
+    main()
