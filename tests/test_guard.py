@@ -53,6 +53,7 @@ from ratp.record import read_run
 from ratp.report.page import write_report
 from ratp.report.terminal import print_report
 from ratp.run import Run
+from ratp.study_file import read_study
 
 FAULT = 15
 # Enough to learn the toy domains.
@@ -107,7 +108,7 @@ def plan_of(method="shot", domains=("ink", "mud", "fog"), guard="act", changes=L
 
 
 class TestSigns:
-    @given(st.integers(2, 8), st.integers(1, 40), st.integers(0, 10**6))
+    @given(st.integers(2, 8), st.integers(2, 40), st.integers(0, 10**6))
     def test_variety_is_none_where_all_is_one_class_and_does_not_depend_on_order_or_names(self, classes, count, seed):
         generator = torch.Generator().manual_seed(seed)
         labels = torch.arange(5 * classes) % classes
@@ -115,13 +116,14 @@ class TestSigns:
         assert variety(certain, labels) == 0
         some = torch.rand(count, classes, generator=generator).softmax(dim=1)
         mixed = some[torch.randperm(count, generator=generator)][:, torch.randperm(classes, generator=generator)]
-        assert 0 < variety(some, labels) <= 1 + 1e-9
+        assert variety(some, labels) > 0
         assert variety(mixed, labels) == pytest.approx(variety(some, labels))
 
     def test_variety_is_one_where_classes_come_as_in_the_source(self):
         labels = torch.tensor([0, 0, 0, 1, 2])
         assert variety(torch.eye(3)[labels], labels) == pytest.approx(1)
         assert variety(torch.eye(3)[:1], torch.zeros(4, dtype=torch.int64)) == 1  # there is but one class
+        assert variety(torch.eye(100)[:20], torch.arange(100)) == pytest.approx(1)  # twenty images, twenty classes
 
     @given(st.floats(0.4, 1), st.integers(0, 100), st.integers(0, 100))
     def test_what_is_kept_is_one_without_a_change_and_falls_with_what_is_right(self, before, some, other):
@@ -182,6 +184,12 @@ class TestDecision:
     @pytest.mark.parametrize("unknown", [{"images": LIMITS.images - 1}, {"source_skill": 0.0, "source_kept": None}])
     def test_few_images_and_a_model_that_knows_nothing_say_nothing_about_variety(self, unknown):
         assert decide(replace(GOOD, variety_before=0.0, variety=0.0, **unknown)).reasons == ()
+
+    def test_the_view_of_a_model_that_knows_less_counts_less(self):
+        seen = replace(GOOD, variety_before=0.5)
+        assert decide(seen).reasons
+        assert not decide(replace(seen, source_skill=0.4)).reasons
+        assert decide(replace(seen, source_skill=0.4, variety_before=0.2)).reasons
 
     def test_what_is_not_there_is_no_reason(self):
         bare = replace(GOOD, **dict.fromkeys(n for n in vars(GOOD) if n.startswith(("memory", "spread"))))
@@ -328,6 +336,22 @@ class TestPlan:
         usual, without = self.own(tmp_path), self.own(tmp_path, guard="off")
         before = {name: value for name, value in usual.decisions().items() if name != "guard"}
         assert usual.digest() == ratp.plan._sha256({**before, "weights": "none"}) != without.digest()
+
+    def test_a_study_records_unless_told_and_takes_no_guarded_result_for_another(self, tmp_path):
+        self.own(tmp_path / "own")
+        file = tmp_path / "study.toml"
+        grid = f'[[grid]]\nstream = "{tmp_path / "own"}"\norders = ["day>rain"]\nmethods = ["source-only"]\n'
+        file.write_text(grid + '[[grid]]\nstream = "demo"\nmethods = ["source-only"]\nguard = "act"\n')
+        study = read_study(file, base=RunRequest(device="cpu", weights="none"))
+        assert [entry.plan.guard for entry in study.entries] == ["record", "act"]
+        unguarded = replace(study.entries[1].plan, guard="off")
+        record = Run(replace(toy_plan("source-only"), guard="off"), tmp_path / "run").execute()
+        results = {
+            guard: replace(record, config=plan.decisions())
+            for guard, plan in {"act": study.entries[1].plan, "off": unguarded}.items()
+        }
+        assert study.with_results([results["off"]]).entries[1].result is None
+        assert study.with_results([results["act"]]).entries[1].result is not None
 
     def test_a_run_from_before_there_was_a_guard_goes_on_without(self, tmp_path):
         unasked = plan_of(guard="act", changes={})

@@ -149,7 +149,7 @@ class Signs:
     source: float
     source_agreement: float
     source_skill: float
-    source_kept: float | None
+    source_kept: float | None = None
     memory_before: float | None = None
     memory: float | None = None
     memory_agreement: float | None = None
@@ -166,12 +166,12 @@ class Limits:
 
     Attributes:
         structure: Of the domain's images.
-        variety_before: By the model before the stage.
+        variety_before: By the model before the stage; less of it if the model has less than ``source_skill``.
         variety: By the model after it.
         source_kept: Of the source.
         memory_kept: Of the exemplars.
         images: Of the domain, for their variety to mean anything.
-        source_skill: Of the model, for the variety that it sees before the stage to mean anything.
+        source_skill: Of the model, for the variety that it sees before the stage to mean all it can.
     """
 
     structure: float = 0.3
@@ -179,7 +179,7 @@ class Limits:
     variety: float = 0.3
     source_kept: float = 0.5
     memory_kept: float = 0.4
-    images: int = 30
+    images: int = 20
     source_skill: float = 0.7
 
 
@@ -214,10 +214,11 @@ def decide(signs: Signs, limits: Limits = LIMITS) -> Verdict:
             f"{signs.structure:.2f} times as much as in the source, limit {limits.structure:g}"
         )
     enough = signs.images >= limits.images
-    if enough and signs.source_skill >= limits.source_skill and signs.variety_before < limits.variety_before:
+    usual = limits.variety_before * min(1.0, signs.source_skill / limits.source_skill)
+    if enough and signs.source_kept is not None and signs.variety_before < usual:
         reasons.append(
             "the model before it takes its images for one class, or nearly so: "
-            f"variety {signs.variety_before:.2f}, limit {limits.variety_before:g}"
+            f"variety {signs.variety_before:.2f}, limit {usual:.2g}"
         )
     if enough and signs.source_kept is not None and signs.variety < limits.variety:
         reasons.append(
@@ -294,10 +295,12 @@ def class_shares(labels: Tensor, classes: int) -> Tensor:
 def variety(probabilities: Tensor, labels: Tensor) -> float:
     """Entropy of the mean of predicted probabilities, relative to that of the shares of the classes among labels.
 
-    It is 0 where all images are taken for the same class with certainty. Doubt counts as variety: a model that knows
-    nothing of a domain may prefer one class throughout, but not with certainty.
+    Few images cannot be of many classes: then it is relative to what so many can have. It is 0 where all images are
+    taken for the same class with certainty. Doubt counts as variety: a model that knows nothing of a domain may prefer
+    one class throughout, but not with certainty.
     """
     usual = torch.special.entr(class_shares(labels, probabilities.shape[1])).sum().item()
+    usual = min(usual, math.log(len(probabilities)))
     found = torch.special.entr(probabilities.double().mean(dim=0)).sum().item()
     return found / usual if usual > 0 else 1.0
 
@@ -341,7 +344,7 @@ def picture_structure(images: Tensor) -> float:
     In pictures it is near 1, in noise 0; images of one colour, in which nothing correlates, count as 0.
     """
     found = []
-    for part in images.split(IMAGES_AT_ONCE):
+    for part in torch.split(images, IMAGES_AT_ONCE):
         grey = part.double().mean(dim=1)
         pairs = (grey[:, :, 1:], grey[:, :, :-1]), (grey[:, 1:], grey[:, :-1])
         found += [_correlation(a.flatten(1), b.flatten(1)) for a, b in pairs if a.numel()]
