@@ -12,7 +12,6 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
-import torch
 
 from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
 from ratp import __version__
@@ -263,29 +262,6 @@ class TestLists:
         assert "[/f]" in ratp("methods").out
         monkeypatch.setattr(lists, "find_method", lambda name: method)
         assert "[/f]" in ratp("methods", "show", "odd").out
-
-
-class TestDoctor:
-    def test_a_healthy_machine(self, monkeypatch):
-        monkeypatch.setattr(doctor, "LEAST_FREE_DISK", 0)
-        result = ratp("doctor")
-        assert result.code == 0
-        assert plain(result.out + result.err)
-        for told in (__version__, torch.__version__.split("+")[0], os.environ["RATP_CACHE"], os.getcwd()):
-            assert told in result.out.replace("\n", "")
-        data = json.loads(ratp("doctor", "--json").out)
-        assert data["ok"] is True
-
-    def test_an_unhealthy_one(self, monkeypatch, tmp_path):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("RATP_CACHE", str(tmp_path / "file" / "cache"))
-        monkeypatch.setattr(doctor, "package_version", lambda name: None)
-        result = ratp("doctor")
-        assert result.code == 1
-        assert "pip install torch" in result.out
-        assert "RATP_CACHE" in result.out
-        data = json.loads(ratp("doctor", "--json").out)
-        assert data["ok"] is False
 
 
 class TestHelp:

@@ -75,11 +75,24 @@ class Slot:
         """The place of an entry in a cache folder."""
         return cls(cache / _FOLDER, key, height, width)
 
+    @property
+    def lock(self) -> Path:
+        """The file whose lock a writer holds."""
+        return self._path("lock")
+
     def _path(self, ending: str) -> Path:
         return self.folder / f"{self.key}.{ending}"
 
     def load(self) -> tuple[Tensor, Manifest] | None:
-        """The entry, or None if it is missing, damaged or not ours. No image is read."""
+        """The entry, or None if it is missing, damaged or not ours. No image is read; it counts as used."""
+        found = self.look()
+        if found is not None:
+            with suppress(OSError):
+                os.utime(self._path("json"))
+        return found
+
+    def look(self) -> tuple[Tensor, Manifest] | None:
+        """As :meth:`load`, without counting as a use."""
         try:
             index = DECODED.read(read_json(self._path("json")), self._path("json"))
             manifest = self._path("manifest.json")
@@ -98,8 +111,6 @@ class Slot:
                 os.close(handle)
         except (RatpError, OSError, KeyError, TypeError, ValueError):
             return None
-        with suppress(OSError):
-            os.utime(self._path("json"))
         return images, about
 
     @contextmanager
@@ -110,7 +121,7 @@ class Slot:
             OSError: If the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._path("lock"), wait=True):
+        with _locked(self.lock, wait=True):
             for path in _files(self.folder, self.key):
                 if path.name.startswith((".", f"{self.key}.part-")):
                     path.unlink(missing_ok=True)
@@ -234,6 +245,30 @@ def _entry(folder: Path, key: str, files: list[os.stat_result]) -> CacheEntry:
 def cache_entries(cache: Path) -> list[CacheEntry]:
     """The decoded domains in a cache folder, the least recently used first."""
     return sorted((entry for entry in _groups(cache / _FOLDER) if entry.images), key=lambda e: (e.used, e.key))
+
+
+def damaged_entries(cache: Path) -> list[CacheEntry]:
+    """What in a cache folder is of no use: entries that are damaged, and what was left behind half-written."""
+    found = []
+    for entry in _groups(cache / _FOLDER):
+        slot = Slot.of(cache, entry.key, entry.height, entry.width)
+        if slot.look() is None and not _is_being_written(slot.lock):
+            found.append(entry)
+    return found
+
+
+def _is_being_written(lock: Path) -> bool:
+    try:
+        handle = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def evict(cache: Path, keep_bytes: int) -> list[CacheEntry]:

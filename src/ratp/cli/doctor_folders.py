@@ -1,0 +1,183 @@
+"""The part of ``ratp doctor`` that looks at folders: the disk, the data, the cache, and the runs that are here."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ratp.cli.data_progress import size_text
+from ratp.cli.findings import Finding, some
+from ratp.data.cache import cache_folder
+from ratp.data.decoded_cache import cache_entries, damaged_entries
+from ratp.data.manifest import check_domain
+from ratp.data.place import VARIABLE, data_folder, find_domain
+from ratp.data.sources import data_set
+from ratp.data.tree import open_tree
+from ratp.errors import RatpError
+from ratp.files import is_leftover, read_tensors
+from ratp.lock import LOCK_FILE, is_held
+from ratp.record import RunRecord, read_run
+from ratp.streams import STREAMS
+
+LEAST_FREE_DISK = 1 << 30
+DATA_SETS = ("digits", "pacs", "domainnet")
+_RUNS, _MOST_RUNS = ("*", "runs/*", "runs/studies/*/*"), 1000
+_HARMLESS = "nothing to do: the next run of the folder clears it away"
+
+
+def disk(what: str, folder: Path, advice: str) -> Finding:
+    """Whether a folder can be written to and has room."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        return Finding(what, f"{folder}: {error.strerror}", ok=False, advice=advice, blocks=True)
+    enough = free >= LEAST_FREE_DISK
+    room = "make room: at least 1 GiB should be free"
+    return Finding(what, f"{folder}: {size_text(free)} free", enough, room, blocks=not enough)
+
+
+def data(*, thorough: bool) -> Iterator[Finding]:
+    """Which domains of the benchmarks are here, and whether they are whole."""
+    folder = data_folder()
+    named = f"${VARIABLE}" if folder != Path("data") else f"${VARIABLE} is not set"
+    if not folder.is_dir():
+        found = f"{folder} ({named}) is no folder; the demo and images of your own need none"
+        yield Finding("data", found, ok=False, advice=f"ratp data get digits, or set {VARIABLE}")
+        return
+    yield Finding("data", f"{folder} ({named})")
+    for name in DATA_SETS:
+        yield from _data_set(folder, name, thorough=thorough)
+
+
+def _data_set(folder: Path, name: str, *, thorough: bool) -> Iterator[Finding]:
+    found: dict[str, Path] = {}
+    missing = []
+    for domain in data_set(name).domains:
+        try:
+            found[domain] = find_domain(folder, name, domain)
+        except RatpError:
+            missing.append(domain)
+    wrong = {domain: reason for domain, path in found.items() if (reason := _fault(name, domain, path, thorough))}
+    for domain, reason in wrong.items():
+        yield Finding(f"{name}/{domain}", reason, ok=False, advice=f"ratp data get {name}/{domain} --replace")
+    if missing:
+        here = f"{len(found)} of {len(found) + len(missing)} domains; missing: {', '.join(missing)}"
+        yield Finding(name, here, ok=not found, advice=f"ratp data get {name}")
+    elif not wrong:
+        yield Finding(name, f"all {len(found)} domains" + (", every image checked" if thorough else ""))
+
+
+def _fault(name: str, domain: str, path: Path, thorough: bool) -> str:
+    """What is wrong with a domain; empty if nothing is. Without being thorough, only how its file ends is read."""
+    if not thorough:
+        return "" if path.is_dir() or zipfile.is_zipfile(path) else f"{path} is damaged: it is no whole zip"
+    try:
+        manifest = check_domain(open_tree(path))
+    except RatpError as error:
+        return str(error).splitlines()[0]
+    source = data_set(name).domain(domain)
+    published = source.published or source.images()
+    if manifest.bad:
+        return f"{len(manifest.bad):,} of {len(manifest.files):,} images cannot be used"
+    if published not in (None, len(manifest.usable)):
+        return f"{len(manifest.usable):,} images, and it was published with {published:,}"
+    return ""
+
+
+def cache(*, thorough: bool) -> Iterator[Finding]:
+    """What is kept for the next time, and whether it is whole."""
+    folder = cache_folder()
+    entries, damaged = cache_entries(folder), damaged_entries(folder)
+    total = size_text(sum(entry.bytes for entry in entries))
+    found = f"{len(entries)} domains decoded, {total}"
+    if damaged:
+        found += f"; {len(damaged)} damaged or left half-written, {size_text(sum(e.bytes for e in damaged))}"
+    yield Finding("decoded", found, not damaged, "ratp data cache --clear (images are decoded again when needed)")
+    networks = folder / "source-models"
+    try:
+        files = sorted(networks.iterdir())
+    except OSError:
+        files = []
+    kept = [path for path in files if path.suffix == ".safetensors" and not is_leftover(path)]
+    useless = [path for path in files if is_leftover(path)] + [p for p in kept if thorough and not _is_whole(p)]
+    found = f"{len(kept)} source networks kept, {size_text(sum(path.stat().st_size for path in kept))}"
+    if useless:
+        found += f"; {len(useless)} damaged or left half-written"
+    advice = f"rm {shlex.join(str(path) for path in useless[:3])}"
+    yield Finding("networks", found, not useless, advice + (" …" if len(useless) > 3 else ""))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_tensors(path)
+    except RatpError:
+        return False
+    return True
+
+
+def runs(here: Path) -> Iterator[Finding]:
+    """What became of the runs below a folder."""
+    found = (path.parent for pattern in _RUNS for path in here.glob(f"{pattern}/config.json"))
+    places = sorted(set(found))[:_MOST_RUNS]
+    finished, running, killed, leftovers = 0, 0, [], []
+    for place in places:
+        leftovers += [item for item in place.iterdir() if is_leftover(item)]
+        if is_held(place):
+            running += 1
+            continue
+        if _text(place / LOCK_FILE):
+            killed.append(place.name)
+        try:
+            record = read_run(place)
+        except RatpError as error:
+            advice = f"put it back from a copy, or remove {shlex.quote(str(place.relative_to(here)))}"
+            yield Finding("run", str(error).splitlines()[0], ok=False, advice=advice)
+            continue
+        if record.matrix.complete and (place / "weights.safetensors").exists():
+            finished += 1
+            continue
+        stages = f"{record.matrix.stages} of {len(record.matrix.domains)} stages done"
+        yield Finding("unfinished", f"{place.relative_to(here)}: {stages}", ok=False, advice=_continued(record, here))
+    if places:
+        yield Finding("runs", f"{len(places)} here: {finished} finished, {running} running")
+    if killed:
+        yield Finding("locks", f"left by processes that were killed: {some(killed)}", ok=False, advice=_HARMLESS)
+    if leftovers:
+        yield Finding("leftovers", f"{len(leftovers)} half-written files in runs", ok=False, advice=_HARMLESS)
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _continued(record: RunRecord, here: Path) -> str:
+    """The command that continues a run."""
+    config, place = record.config, record.path
+    study = place.parent / "study.json"
+    if study.exists():
+        return f"ratp study run {shlex.quote(place.parent.name)}.toml (the study it belongs to)"
+    if record.config["stream"] not in STREAMS or config.get("method_file"):
+        return f"the command it was started with, and --out {shlex.quote(str(place.relative_to(here)))}"
+    words = ["ratp", "run", config["stream"], "-m", record.method, "--seed", str(record.seed)]
+    if tuple(config["order"]) != STREAMS[config["stream"]].orders["default"]:
+        words += ["--order", ">".join(map(str, config["order"]))]
+    words += ["--preset", config["preset"]] if config["preset"] != "official" else []
+    words += [word for name, value in config["changed"].items() for word in ("--set", f"{name}={_plain(value)}")]
+    return shlex.join([*words, "--out", str(place.relative_to(here))])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

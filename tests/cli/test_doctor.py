@@ -1,0 +1,216 @@
+"""``ratp doctor``: what it finds, what it says to do, and what it calls an obstacle."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import TINY_OPTIONS, ratp
+from own_images import images, zipped
+from ratp.cli import doctor_folders, doctor_machine
+from ratp.cli.doctor_machine import versions
+from ratp.data.decoded import open_decoded
+from ratp.lock import exclusive
+from ratp.version import __version__
+
+KEPT = Path(__file__).parents[1] / "fixtures" / "runs" / "versioned"
+RUN = ("run", "demo", "--method", "source-only", "--device", "cpu", "--quiet", *TINY_OPTIONS)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 0)
+    monkeypatch.setenv("RATP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RATP_DATA", raising=False)
+    return folder
+
+
+def told(*options, code=0):
+    """The findings by what was looked at; of several the last."""
+    result = ratp("doctor", "--json", *options)
+    assert (result.code, result.err) == (code, "")
+    data = json.loads(result.out)
+    assert data["ok"] is (code == 0)
+    return {finding["what"]: finding for finding in data["findings"]}
+
+
+def test_a_healthy_machine_is_shown_within_80_columns(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = ratp("doctor")
+    assert result.code == 0
+    for words in (__version__, torch.__version__.split("+")[0], os.environ["RATP_CACHE"], str(here), "memory"):
+        assert words in "".join(line[14:].rstrip() for line in result.out.splitlines()) + result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "None keeps ratp from working" in result.err
+
+
+def test_it_writes_nothing(here):
+    told()
+    assert list(here.parent.rglob("*")) == [here]
+
+
+class TestVersions:
+    def test_what_is_missing_or_too_old_blocks(self, monkeypatch):
+        installed = {"old": "1.9.3", "new": "1.10", "odd": "2.0.0rc1+cu"}
+        monkeypatch.setattr(doctor_machine, "package_version", installed.get)
+        found = {f.what: f for f in versions(["old>=1.10", "new>=1.9.9", "odd>=2.0", "gone>=3", "new; extra == 'x'"])}
+        assert found["packages"].found == "new 1.10, odd 2.0.0rc1+cu"
+        assert (found["old"].ok, found["old"].blocks) == (False, True)
+        assert "1.10 is needed" in found["old"].found
+        assert found["gone"].advice == "pip install 'gone>=3'"
+
+    def test_the_command_fails_then(self, monkeypatch):
+        monkeypatch.setattr(doctor_machine, "package_version", lambda name: None)
+        found = told(code=1)
+        assert found["torch"]["advice"].startswith("pip install 'torch>=")
+        result = ratp("doctor")
+        assert result.code == 1
+        assert "must be mended first" in result.err
+
+    def test_all_that_the_package_needs_is_looked_at(self):
+        for name in ("torch", "safetensors", "typer", "jinja2"):
+            assert name in told()["packages"]["found"]
+        assert "ray" in told()["optional"]["found"]
+
+
+class TestMachine:
+    def test_little_memory_is_said_and_blocks_nothing(self, monkeypatch):
+        monkeypatch.setattr(doctor_machine, "free_memory", lambda: 2**20)
+        found = told()["memory"]
+        assert not found["ok"]
+        assert "--jobs 1" in found["advice"]
+
+    def test_a_driver_without_a_torch_for_it(self, monkeypatch, here):
+        (here.parent / "version").write_text("NVRM version: NVIDIA UNIX Module  550.54.15  Tue\n")
+        monkeypatch.setattr(doctor_machine, "_DRIVER", here.parent / "version")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert "550.54.15" in told()["gpu"]["found"]
+        assert not told()["gpu"]["ok"]
+
+    def test_a_full_disk_blocks(self, monkeypatch):
+        monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 2**80)
+        assert "make room" in told(code=1)["folder"]["advice"]
+
+    def test_a_cache_that_cannot_be_written_blocks(self, monkeypatch, here):
+        (here / "file").write_text("")
+        monkeypatch.setenv("RATP_CACHE", str(here / "file" / "cache"))
+        assert "RATP_CACHE" in told(code=1)["cache"]["advice"]
+
+
+class TestData:
+    def test_none_is_no_obstacle_and_how_to_get_some_is_said(self):
+        found = told()["data"]
+        assert not found["ok"]
+        assert "ratp data get digits" in found["advice"]
+
+    def test_what_is_missing_is_named_with_the_command(self, here, monkeypatch):
+        monkeypatch.setenv("RATP_DATA", str(here / "mine"))
+        for domain in ("photo", "sketch"):
+            zipped(here / "mine" / "pacs" / f"{domain}.zip", images(("dog", "elephant"), count=1))
+        found = told()
+        assert found["data"]["ok"]
+        assert found["pacs"]["found"] == "2 of 4 domains; missing: art_painting, cartoon"
+        assert found["pacs"]["advice"] == "ratp data get pacs"
+        assert found["digits"]["ok"]  # none of them is here: nobody wants them
+
+    def test_a_damaged_domain(self, here):
+        for domain in ("photo", "art_painting", "cartoon", "sketch"):
+            path = zipped(here / "data" / "pacs" / f"{domain}.zip", images(("dog", "elephant"), count=1))
+        assert told()["pacs"]["found"] == "all 4 domains"
+        path.write_bytes(path.read_bytes()[:-30])
+        assert told()["pacs/sketch"]["advice"] == "ratp data get pacs/sketch --replace"
+
+    def test_only_a_thorough_look_counts_images(self, here):
+        zipped(here / "data" / "pacs" / "photo.zip", images(("dog", "elephant"), count=1))
+        assert "pacs/photo" not in told()
+        assert "2 images, and it was published with 1,670" in told("--thorough")["pacs/photo"]["found"]
+
+
+class TestCache:
+    @pytest.fixture
+    def entry(self, here):
+        path = zipped(here.parent / "pictures.zip", images(("a", "b"), count=2))
+        open_decoded(path, 16)
+        return here.parent / "cache" / "decoded"
+
+    def test_it_is_counted_and_not_used(self, entry):
+        before = {path: path.stat().st_mtime_ns for path in entry.iterdir()}
+        assert told()["decoded"]["found"].startswith("1 domains decoded")
+        assert told()["decoded"]["ok"]
+        assert {path: path.stat().st_mtime_ns for path in entry.iterdir()} == before
+
+    @pytest.mark.parametrize("ending", ["manifest.json", "images"])
+    def test_damage_is_found_and_the_command_clears_it(self, entry, ending):
+        (path,) = entry.glob(f"*.{ending}")
+        path.write_bytes(path.read_bytes()[:-1])
+        found = told()["decoded"]
+        assert "1 damaged" in found["found"]
+        assert "ratp data cache --clear" in found["advice"]
+        assert ratp("data", "cache", "--clear", "--quiet").code == 0
+        assert told()["decoded"]["ok"]
+
+    def test_what_a_killed_writer_left(self, entry):
+        (entry / "0123.part-abc").write_bytes(b"0" * 100)
+        assert "1 damaged or left half-written" in told()["decoded"]["found"]
+
+    def test_source_networks(self, here):
+        folder = here.parent / "cache" / "source-models"
+        assert ratp(*RUN, "--out", "run").code == 0
+        (network,) = folder.glob("*.safetensors")
+        assert told()["networks"]["found"].startswith("1 source networks kept")
+        network.write_bytes(network.read_bytes()[:-1])
+        assert told()["networks"]["ok"]
+        assert str(network) in told("--thorough")["networks"]["advice"]
+
+
+class TestRuns:
+    def test_the_command_that_continues_one_does(self, here):
+        assert ratp(*RUN, "--seed", "7", "--order", "reverse", "--out", "runs/a b").code == 0
+        (here / "runs" / "a b" / "weights.safetensors").unlink()
+        found = told()["unfinished"]
+        assert found["found"] == "runs/a b: 4 of 4 stages done"
+        command = shlex.split(found["advice"])
+        assert command[0] == "ratp"
+        assert ratp(*command[1:], "--device", "cpu", "--quiet").code == 0
+        assert (here / "runs" / "a b" / "weights.safetensors").exists()
+        assert "unfinished" not in told()
+        assert told()["runs"]["found"] == "1 here: 1 finished, 0 running"
+
+    def test_one_of_own_images(self, here):
+        shutil.copytree(KEPT / "between-stages", here / "mine")
+        found = told()["unfinished"]
+        assert found["found"] == "mine: 2 of 3 stages done"
+        assert found["advice"] == "the command it was started with, and --out mine"
+
+    def test_one_that_is_running_is_left_alone(self, here):
+        shutil.copytree(KEPT / "between-stages", here / "runs" / "a")
+        with exclusive(here / "runs" / "a"):
+            found = told()
+        assert found["runs"]["found"] == "1 here: 0 finished, 1 running"
+        assert "unfinished" not in found
+
+    def test_damage_killed_processes_and_leftovers(self, here):
+        run = shutil.copytree(KEPT / "finished", here / "runs" / "a")
+        (run / "matrix.json").write_text("{")
+        (run / ".matrix.json.part-abc").write_text("{")
+        (run / ".lock").write_text('{"pid": 1}')
+        found = told()
+        assert "runs/a/matrix.json is damaged" in found["run"]["found"]
+        assert found["locks"]["found"].endswith("killed: a")
+        assert found["leftovers"]["found"] == "1 half-written files in runs"
+        assert all(found[name]["advice"] for name in ("run", "locks", "leftovers"))
+
+    def test_one_of_a_study(self, here):
+        place = here / "runs" / "studies" / "main" / "x"
+        shutil.copytree(KEPT / "between-stages", place)
+        (place.parent / "study.json").write_text('{"study": "main"}')
+        assert told()["unfinished"]["advice"].startswith("ratp study run main.toml")
