@@ -96,6 +96,23 @@ class TestMachine:
         assert "550.54.15" in told()["gpu"]["found"]
         assert not told()["gpu"]["ok"]
 
+    @pytest.mark.parametrize(("capability", "precisions"), [((9, 0), "fp32/tf32/bf16"), ((7, 5), "fp32")])
+    def test_a_gpu_without_graphs_and_kernels(self, monkeypatch, capability, precisions):
+        def refuse(*_):
+            raise RuntimeError("no graphs here")
+
+        answers = {"is_available": True, "device_count": 1, "mem_get_info": (2**33, 2**34)}
+        answers |= {"get_device_capability": capability, "get_device_name": "Toy 1"}
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(doctor_machine.kernels, "usable", lambda device: False)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
+        found = told()["cuda:0"]
+        assert found["ok"]
+        for words in ("Toy 1", "8.0 GiB of 16.0 GiB free", precisions, "no CUDA graphs", "no kernels"):
+            assert words in found["found"]
+        assert ("bf16" in found["found"]) == (capability >= (8, 0))
+
     def test_a_full_disk_blocks(self, monkeypatch):
         monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 2**80)
         assert "make room" in told(code=1)["folder"]["advice"]
