@@ -206,7 +206,6 @@ class TestDecision:
 
 @pytest.mark.faults(FAULT, "a stage on noise, blank images or one class is undone; what was known before it is kept")
 @pytest.mark.parametrize("kind", ["noise", "blank", "one class"])
-@pytest.mark.faults(15, "so is one on images that are no pictures")
 def test_a_bad_domain_is_undone_as_if_it_had_never_come(kind, tmp_path):
     guarded = Run(plan_of(domains=("ink", "mud", bad_domain(kind), "fog")), tmp_path / "guarded")
     states = [tensors_of(guarded.folder) for event in guarded.events() if isinstance(event, StageFinished)]
@@ -234,7 +233,6 @@ class Forgetful(SourceOnly):
 
 
 @pytest.mark.faults(FAULT, "a stage that ruins the model, by whatever it does, is undone")
-@pytest.mark.faults(15, "a stage that ruins the model without a bad number is undone")
 def test_a_stage_that_ruins_the_model_is_undone(tmp_path):
     plan = replace(plan_of("source-only"), method=Forgetful)
     Run(plan, tmp_path / "act").execute()

@@ -37,7 +37,7 @@ def holder(tmp_path):
         process.kill()
 
 
-@pytest.mark.faults(17, "who is killed holds nothing")
+@pytest.mark.faults(17, "another process is kept out until the holder dies")
 def test_another_process_is_kept_out_until_the_holder_dies(holder, tmp_path):
     before = files_of(tmp_path)
     with pytest.raises(RunDirectoryError, match=rf"in use by process {holder.pid} on .* since \d{{4}}-.*--out"):

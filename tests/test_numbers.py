@@ -54,7 +54,6 @@ def poison(monkeypatch):
 
 @pytest.mark.faults(14, "numbers lost in single precision: the batch is named, the stages before it are kept")
 @pytest.mark.parametrize("save_every", [None, 0.0])
-@pytest.mark.faults(14, "the batch that ruined it is named")
 def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_path):
     Run(plan_of(), tmp_path / "sound").execute()
     drawn = poison()
@@ -85,7 +84,6 @@ def test_the_same_command_goes_on_once_the_cause_is_gone(poison, monkeypatch, tm
 
 
 @pytest.mark.faults(14, "numbers lost in fewer bits: the stage is tried once more in fp32, and that is noted")
-@pytest.mark.faults(14, "a stage is tried once more in single precision")
 def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
     """On a CPU both precisions compute the same: the run must end as one without the accident."""
     Run(plan_of(), tmp_path / "sound").execute()

@@ -589,7 +589,7 @@ class TestNotANumber:
         assert files_of(run.folder)["state.safetensors"] == kept["state.safetensors"]
         assert files_of(run.folder)["matrix.json"] == kept["matrix.json"]
 
-    @pytest.mark.faults(14, "and the run can go on afterwards")
+    @pytest.mark.faults(14, "a run that lost its numbers goes on once the cause is gone")
     def test_it_can_go_on_afterwards(self, untouched, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()

@@ -57,7 +57,7 @@ class Fault:
 
     what: dict[str, None] = field(default_factory=dict)
     tests: dict[str, None] = field(default_factory=dict)
-    cases: list[str] = field(default_factory=list)
+    cases: dict[str, None] = field(default_factory=dict)
 
 
 class Listener:
@@ -76,7 +76,7 @@ class Listener:
                 fault = self.faults.setdefault(number, Fault())
                 fault.what[what] = None
                 fault.tests[f"{item.path.name}::{item.originalname}"] = None
-                fault.cases.append(item.nodeid)
+                fault.cases[item.nodeid] = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes down what became of a test: the worst of its parts."""
@@ -139,13 +139,11 @@ def main() -> None:
     parser.add_argument("--jobs", default="2", help="processes to run the tests in; default: 2")
     options = parser.parse_args()
     path = ROOT / PAGE
-    text = path.read_text(encoding="utf-8")
     faults = collect()
-    if options.check:
-        results = written(text)
-    else:
-        outcomes = run(options.jobs)
-        results = {number: result(fault, outcomes) for number, fault in faults.items()}
+    outcomes = {} if options.check else run(options.jobs)
+    text = path.read_text(encoding="utf-8")
+    made = {number: result(fault, outcomes) for number, fault in faults.items()}
+    results = written(text) if options.check else made
     new = PATTERN.sub(lambda found: f"{found[1]}{table(faults, results)}\n{found[2]}", text)
     if new != text:
         print(f"{'out of date' if options.check else 'updated'}: {PAGE}")

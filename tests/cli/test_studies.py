@@ -372,7 +372,7 @@ class TestInterruption:
         assert results("out") == results("undisturbed")
         assert not Path("out/failures").exists()
 
-    @pytest.mark.faults(18, "so does a study")
+    @pytest.mark.faults(18, "a study that is stopped goes on with the same command")
     def test_control_c_in_this_process(self, gate):
         """One run after another; the signal comes while a run is under way."""
         Path("gate.py").write_text(
