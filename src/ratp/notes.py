@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ def note_not_kept(what: str, folder: Path, error: Exception) -> None:
     """Says that a cache could not be written, and why."""
     cause = error.__cause__ or error
     reason = getattr(cause, "strerror", None) or cause
-    warnings.warn(f"{what} cannot be kept in {folder} for the next time: {reason}", NotKeptWarning, stacklevel=3)
+    _note_once(f"{what} cannot be kept in {folder} for the next time: {reason}")
+
+
+@cache
+def _note_once(text: str) -> None:
+    warnings.warn(text, NotKeptWarning, stacklevel=4)
 
 
 def harmless(text: str) -> str:
