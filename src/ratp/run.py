@@ -7,14 +7,11 @@ the result is the one an undisturbed run gives.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +19,6 @@ from typing import Any, final
 import torch
 
 from ratp.device_copies import with_images_on
-from ratp.domain import UnlabelledDomain
 from ratp.environment import changes, describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, embeddings
@@ -31,29 +27,28 @@ from ratp.files import (
     read_json,
     read_tensors,
     remove_leftovers,
-    safe_name,
     write_json,
     write_tensors,
-    write_text,
-    writing,
 )
 from ratp.guard import ACT, Watch
+from ratp.journal import Journal
 from ratp.lock import exclusive
 from ratp.matrix import Matrix
-from ratp.method import Method, Phase, Progress, Tick, train, unpack
-from ratp.midstage import Checkpoint, Checkpoints
+from ratp.method import Method, Phase, Tick, train, unpack
+from ratp.midstage import Checkpoints
 from ratp.notes import Note
 from ratp.numbers import NumbersLostError, find_batch
 from ratp.numbers import check as check_numbers
 from ratp.numbers import lost as lost_numbers
 from ratp.plan import RunPlan
 from ratp.precision import Precision, use_precision
+from ratp.predictions import prediction_files, write_predictions
 from ratp.randomness import Randomness
-from ratp.record import RunRecord, describe_changes, fingerprint_of, is_event, read_journal, read_run
+from ratp.record import RunRecord, describe_changes, fingerprint_of, is_event, read_run
 from ratp.run_folder import START_ANEW, as_begun, check_folder
-from ratp.schema import ENVIRONMENT, FEATURES, JOURNAL, MATRIX, SAMPLES, STATE, WEIGHTS, NewerFileError
-from ratp.snapshot import Marks
+from ratp.schema import ENVIRONMENT, FEATURES, MATRIX, SAMPLES, STATE, WEIGHTS, NewerFileError
 from ratp.source_models import SourceModels
+from ratp.stage import Stage, ready
 from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
@@ -67,38 +62,6 @@ class NumbersWarning(Note):
 
 class EnvironmentWarning(Note):
     """A run goes on with other versions, or on another device, than it began with."""
-
-
-@dataclass
-class _Stage:
-    """A stage under way.
-
-    Attributes:
-        stage: Its number.
-        phases: What it trains.
-        images: Number of its images.
-        marks: How method and phases were when it began.
-        progress: Where in its phases it is.
-        done: Steps made.
-        seconds: Time it took before this process.
-        statistics: What its finished phases recorded.
-        events: What the journal said of it before this process.
-    """
-
-    stage: int
-    phases: Sequence[Phase]
-    images: int
-    marks: Marks
-    progress: Progress
-    done: int = 0
-    seconds: float = 0.0
-    statistics: dict[str, float] = field(default_factory=dict)
-    events: list[Mapping[str, Any]] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        """Steps of the whole stage."""
-        return sum(phase.epochs * phase.steps for phase in self.phases)
 
 
 @final
@@ -141,6 +104,7 @@ class Run:
         self.features = features
         self.save_every = save_every
         self._precision = plan.precision
+        self._journal = Journal(self.folder)
         self._is_told = plan.method.uses_target_labels(plan.config)
         if not wait:
             _ = self.config, self.method
@@ -188,20 +152,7 @@ class Run:
     @property
     def predictions(self) -> tuple[Path, ...]:
         """Where the predictions on the domains without labels go, each into a file of its own."""
-        names: list[str] = []
-        paths: list[Path] = []
-        for domain in self._unlabelled():
-            plain = name = safe_name(domain.name)
-            again = 1
-            while name.lower() in names:  # some file systems know no case
-                again += 1
-                name = f"{plain}-{again}"
-            names.append(name.lower())
-            paths.append(self.folder / f"predictions-{name}.csv")
-        return tuple(paths)
-
-    def _unlabelled(self) -> list[UnlabelledDomain]:
-        return [target for target, test in zip(self.stream.targets, self.stream.tests[1:], strict=True) if test is None]
+        return tuple(prediction_files(self.stream, self.folder))
 
     def record(self) -> RunRecord:
         """The run as its directory tells it."""
@@ -217,7 +168,8 @@ class Run:
         check_folder(self.folder, self.config)
         with exclusive(self.folder):
             check_folder(self.folder, self.config)  # once more: another run may have been quicker
-            use_precision(self.plan.precision)
+            self._precision = self.plan.precision
+            use_precision(self._precision)
             try:
                 self._open()
                 for stage in range(self.matrix.stages, len(self.stream.order)):
@@ -225,19 +177,19 @@ class Run:
             finally:
                 if self._models:
                     self._models.release()
-            self._write_predictions()
+            write_predictions(self.method, self.stream, self.folder)
             if not _is_whole(self.folder / "weights.safetensors"):
                 state = self.method.state()
                 about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
                 network = unpack(state).get("network", state)
                 write_tensors(self.folder / "weights.safetensors", network, WEIGHTS.marked(about))
-                self._note("run_finished")
+                self._journal.note("run_finished")
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage, or a checkpoint, left it."""
         self._checkpoints = Checkpoints(self.folder, self.config["fingerprint"], self.save_every)
         remove_leftovers(self.folder)
-        state_file, journal = self.folder / "state.safetensors", self.folder / "journal.jsonl"
+        state_file = self.folder / "state.safetensors"
         finished = self._load_state()
         if not state_file.exists():
             self._refuse_lost_state(state_file)
@@ -247,15 +199,15 @@ class Run:
         # The state is what counts: config, matrix and journal are brought in line with it.
         if fingerprint_of(read_json(self.folder / "config.json")) != self.config["fingerprint"]:
             write_json(self.folder / "config.json", self.config)
-        kept = [e for e in read_journal(journal) if e.get("stage", -1) < self.matrix.stages]
+        kept = self._journal.before(self.matrix.stages)
         kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
-        write_text(journal, "".join(json.dumps(JOURNAL.marked(e)) + "\n" for e in kept))
+        self._journal.keep(kept)
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         changed = self._environment_changes()
         if self.matrix.complete:
             return
         about = {"environment": changed} if changed else {}
-        self._note("run_resumed", finished_stages=self.matrix.stages, **about)
+        self._journal.note("run_resumed", finished_stages=self.matrix.stages, **about)
         if changed:
             told = describe_changes(changed)
             warnings.warn(f"this run began in another environment: {told}", EnvironmentWarning, stacklevel=2)
@@ -277,9 +229,9 @@ class Run:
         about = describe_environment(self.plan.device, self.plan.precision)
         write_json(self.folder / "environment.json", ENVIRONMENT.marked(about))
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
-        write_text(self.folder / "journal.jsonl", "")
+        self._journal.keep(())
         self._save_samples()
-        self._note("run_started")
+        self._journal.note("run_started")
 
     def _load_state(self) -> list[dict[str, Any]]:
         """Builds the method and brings it to the end of the last finished stage; returns the journal of these."""
@@ -306,12 +258,6 @@ class Run:
         except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {START_ANEW}") from error
         return finished
-
-    def _forget_journal(self, stage: int) -> None:
-        """Takes out of the journal what it says of a stage that begins once more."""
-        path = self.folder / "journal.jsonl"
-        kept = [e for e in read_journal(path) if e.get("stage", -1) < stage]
-        write_text(path, "".join(json.dumps(JOURNAL.marked(e)) + "\n" for e in kept))
 
     def _refuse_lost_state(self, state_file: Path) -> None:
         """Never trains over results whose state has gone."""
@@ -354,8 +300,8 @@ class Run:
         work, name = self._prepare(stage), self.stream.order[stage]
         found = find_batch(work.phases, work.progress, error, self._captures)
         self._load_state()
-        self._forget_journal(stage)
-        self._note("numbers_lost", stage=stage, domain=name, what=str(error), precision=self._precision)
+        self._journal.keep(self._journal.before(stage))
+        self._journal.note("numbers_lost", stage=stage, domain=name, what=str(error), precision=self._precision)
         if found is None:
             return None
         files = self.stream.files.get(name, ()) if stage else ()  # of the source, only a part is trained on
@@ -415,28 +361,20 @@ class Run:
     def _captures(self) -> bool:
         return self.capture and self.plan.device.type == "cuda"
 
-    def _prepare(self, stage: int) -> _Stage:
+    def _prepare(self, stage: int) -> Stage:
         """The phases of a stage, as its latest usable checkpoint left them, or from the start."""
         for checkpoint in (*self._checkpoints.found(stage), None):
             phases, images = self._phases(stage)
-            number, epochs = checkpoint.place if checkpoint else (0, 0)
-            for earlier in phases[:number]:
-                earlier.make_ready(earlier.epochs, finished=True)
-            for current in phases[number : number + 1]:
-                current.make_ready(epochs, finished=False)
-            progress = Progress()
-            marks = Marks({"progress": progress, "phases": list(phases), "method": self.method})
-            work = _Stage(stage, phases, images, marks, progress)
+            if checkpoint is not None:
+                ready(phases, checkpoint)
+            work = Stage.begun(stage, phases, images, self.method)
             if checkpoint is None:
                 return work
             try:
-                marks.restore(checkpoint.snapshot)
+                work.go_on(checkpoint)
+                return work
             except RatpError:
                 self._load_state()  # it may be half restored
-                continue
-            work.done, work.seconds = checkpoint.done, checkpoint.seconds
-            work.statistics, work.events = dict(checkpoint.statistics), checkpoint.events
-            return work
         raise AssertionError("unreachable")
 
     def _watch(self, stage: int) -> Watch | None:
@@ -455,52 +393,32 @@ class Run:
             self._load_state()
         return {"rolled_back": undone, **verdict.to_json()}
 
-    def _note_start(self, name: str, work: _Stage) -> None:
+    def _note_start(self, name: str, work: Stage) -> None:
         """Notes the start of a stage, or what the journal had said of it before it was interrupted."""
         if work.done:
             for event in work.events:
-                self._append(event)
-            self._note("stage_resumed", stage=work.stage, domain=name, done=work.done)
+                self._journal.append(event)
+            self._journal.note("stage_resumed", stage=work.number, domain=name, done=work.done)
         else:
-            self._note("stage_started", stage=work.stage, domain=name, images=work.images, steps=work.total)
+            self._journal.note("stage_started", stage=work.number, domain=name, images=work.images, steps=work.total)
 
-    def _save_checkpoint(self, work: _Stage, seconds: float) -> None:
+    def _save_checkpoint(self, work: Stage, seconds: float) -> None:
         """Keeps where a stage is."""
-        events: list[Mapping[str, Any]] = [
-            e for e in read_journal(self.folder / "journal.jsonl") if e.get("stage") == work.stage
-        ]
-        snapshot = work.marks.snapshot()
-        self._checkpoints.save(
-            Checkpoint(
-                stage=work.stage,
-                snapshot=snapshot,
-                place=(work.progress.phase, work.progress.epochs_begun),
-                done=work.done,
-                seconds=work.seconds + seconds,
-                statistics=dict(work.statistics),
-                events=events,
-            )
-        )
+        self._checkpoints.save(work.checkpoint(seconds, self._journal.of_stage(work.number)))
 
-    def _check_weights(self, work: _Stage) -> None:
+    def _check_weights(self, work: Stage) -> None:
         """Raises an error if the last update made something that is no number."""
         state = self.method.state()
         bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
         if bad:
-            raise self._lost_at_the_end(work, f"{bad[0]} holds values that are no numbers")
+            raise work.lost_at_the_end(f"{bad[0]} holds values that are no numbers")
 
-    def _row(self, work: _Stage) -> dict[str, float]:
+    def _row(self, work: Stage) -> dict[str, float]:
         """Accuracies after a stage."""
         try:
             return {test.name: accuracy(self.method, test) for test in self.stream.tests if test is not None}
         except TrainingError as error:
-            raise self._lost_at_the_end(work, str(error)) from error
-
-    @staticmethod
-    def _lost_at_the_end(work: _Stage, what: str) -> NumbersLostError:
-        last = len(work.phases) - 1
-        epoch = work.phases[last].epochs - 1 if work.phases else 0
-        return NumbersLostError(f"{what} after the last step", max(last, 0), epoch, in_weights=True)
+            raise work.lost_at_the_end(str(error)) from error
 
     def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
         device = self.plan.device
@@ -522,35 +440,33 @@ class Run:
     ) -> None:
         state = self.method.state()
         self.matrix = self.matrix.with_row([row.get(name, math.nan) for name in self.stream.order])
-        event = {
-            "event": "stage_finished",
-            "time": _now(),
-            "stage": stage,
-            "domain": self.stream.order[stage],
-            "accuracy": dict(row),
-            "statistics": dict(statistics),
-            "seconds": round(seconds, 3),
+        event = Journal.now(
+            "stage_finished",
+            stage=stage,
+            domain=self.stream.order[stage],
+            accuracy=dict(row),
+            statistics=dict(statistics),
+            seconds=round(seconds, 3),
             **({"guard": guard} if guard else {}),
             **({"precision": self._precision} if self._precision != self.plan.precision else {}),
-        }
-        journal = read_journal(self.folder / "journal.jsonl")
+        )
         about = {
             "fingerprint": self.config["fingerprint"],
             "matrix": self.matrix.to_json(),
-            "stage_events": [e for e in journal if e["event"] == "stage_finished"] + [event],
+            "stage_events": [*self._journal.finished(), event],
         }
         write_tensors(self.folder / "state.safetensors", state, STATE.marked(about))
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
-        self._append(event)
+        self._journal.append(event)
 
-    def _note_epoch(self, work: _Stage, tick: Tick, started: float) -> None:
+    def _note_epoch(self, work: Stage, tick: Tick, started: float) -> None:
         means = {name: float(value) for name, value in tick.means.items()}
         check_numbers(means, work.progress)
         check_numbers(tick.statistics, work.progress)
-        self._note(
+        self._journal.note(
             "epoch",
-            stage=work.stage,
-            domain=self.stream.order[work.stage],
+            stage=work.number,
+            domain=self.stream.order[work.number],
             phase=tick.phase.name,
             epoch=tick.epoch,
             means=means,
@@ -578,7 +494,7 @@ class Run:
 
     def _probed(self, stage: int, progress: float, measured: Mapping[str, float]) -> Probed:
         name = self.stream.order[stage]
-        self._note("probe", stage=stage, domain=name, progress=progress, accuracy=dict(measured))
+        self._journal.note("probe", stage=stage, domain=name, progress=progress, accuracy=dict(measured))
         return Probed(stage, name, progress, measured)
 
     def _save_samples(self) -> None:
@@ -596,28 +512,6 @@ class Run:
             about = {"domains": list(self.stream.order), "classes": list(self.stream.classes), "stage": stage}
             write_tensors(self.folder / f"features-{stage}.safetensors", found, FEATURES.marked(about))
 
-    def _write_predictions(self) -> None:
-        """What the final model says about every image of the domains that have no labels of their own."""
-        for domain, path in zip(self._unlabelled(), self.predictions, strict=True):
-            if path.exists():
-                continue
-            confidence, label = self.method.predict(domain.images).softmax(dim=1).max(dim=1)
-            files = self.stream.files.get(domain.name) or [str(k) for k in range(len(domain))]
-            rows = zip(files, label.tolist(), confidence.tolist(), strict=True)
-            table = io.StringIO()
-            writer = csv.writer(table, lineterminator="\n")
-            writer.writerow(("file", "class", "confidence"))
-            writer.writerows((file, self.stream.classes[k], f"{share:.4f}") for file, k, share in rows)
-            write_text(path, table.getvalue())
-
-    def _note(self, event: str, **values: Any) -> None:
-        self._append({"event": event, "time": _now(), **values})
-
-    def _append(self, event: Mapping[str, Any]) -> None:
-        path = self.folder / "journal.jsonl"
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(JOURNAL.marked(event), allow_nan=False) + "\n")
-
 
 def _is_whole(path: Path) -> bool:
     """Whether a file of tensors is there, as it was written."""
@@ -626,7 +520,3 @@ def _is_whole(path: Path) -> bool:
     except RunDirectoryError:
         return False
     return True
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
