@@ -22,6 +22,7 @@ import ratp.run
 from ratp.environment import describe_environment
 from ratp.events import Trained
 from ratp.files import write_json
+from ratp.journal import Journal
 from ratp.midstage import LATEST
 from ratp.plan import RunRequest, resolve
 from ratp.run import SAVE_EVERY, Run
@@ -70,7 +71,7 @@ def measure(request: RunRequest, folder: Path) -> dict[str, float]:
     steps, size = 0, 0
     with (
         patch.object(Run, "_save_checkpoint", checkpoint.around(Run._save_checkpoint)),
-        patch.object(Run, "_append", journal.around(Run._append)),
+        patch.object(Journal, "append", journal.around(Journal.append)),
         patch.object(ratp.run, "exclusive", lock.around_ends(ratp.run.exclusive)),
     ):
         started = time.perf_counter()
