@@ -16,9 +16,7 @@ def prediction_files(stream: Stream, folder: Path) -> dict[Path, UnlabelledDomai
     """The domains without labels, each with a file of its own."""
     found: dict[Path, UnlabelledDomain] = {}
     names: list[str] = []
-    for domain, test in zip(stream.targets, stream.tests[1:], strict=True):
-        if test is not None:
-            continue
+    for domain in stream.unlabelled:
         plain = name = safe_name(domain.name)
         again = 1
         while name.lower() in names:  # some file systems know no case

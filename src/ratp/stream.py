@@ -120,6 +120,11 @@ class Stream:
         return self.source.classes
 
     @property
+    def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
+        """The targets that nothing can be measured on."""
+        return tuple(target for target, test in zip(self.targets, self.tests[1:], strict=True) if test is None)
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the images."""
         height, width = self.source.images.shape[2:]
