@@ -10,10 +10,13 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from ratp.config import as_dict, switches
+from ratp.guard import LIMITS
 from ratp.matrix import METRICS
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
@@ -24,6 +27,16 @@ from ratp.report.tables import comparison_markdown
 from ratp.streams.benchmarks import DIGITS, PACS
 
 ROOT = Path(__file__).parents[1]
+GUARD_KINDS = {
+    "good": "real domains",
+    "harmful": "real domains, to its harm",
+    "hot": "real domains, learning rate far too large",
+    "noise": "noise",
+    "blank": "blank images",
+    "known class": "a single class of the source",
+    "one class": "a single class of a new domain",
+    "unrelated": "unrelated pictures",
+}
 
 
 def demo_runs() -> list[RunRecord]:
@@ -55,6 +68,18 @@ def methods_table() -> str:
         cost = f"{found[method.name]:.1f}×" if method.name in found else "–"
         cells = (f"`{method.name}`", method.family, method.needs or "nothing", cost, *numbers)
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gpu_costs() -> str:
+    """Seconds every method takes on Digits on a GPU, alone."""
+    numbers = json.loads((ROOT / "benchmarks" / "costs-digits-cuda.json").read_text())["numbers"]
+    lines = ["| method | source stage | target stage | order | RaTP's being 1 |", "|---|---:|---:|---:|---:|"]
+    for name in METHODS:
+        if name in numbers:
+            row = numbers[name]
+            times = [f"{row[part]:.1f}" for part in ("source", "target")] + [f"{row['order']:.0f}"]
+            lines.append(f"| `{name}` | {' | '.join(times)} | {row['order'] / numbers['ratp']['order']:.2f}× |")
     return "\n".join(lines)
 
 
@@ -103,6 +128,40 @@ def _mean(values: list[float]) -> str:
     return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
+def guard_trials() -> dict[str, list[dict[str, Any]]]:
+    """The stages on which the guard was measured, by what they are."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads((ROOT / "benchmarks" / "guard.json").read_text())["trials"]:
+        real = row["kind"] == "good"
+        kind = GUARD_KINDS["harmful" if real and row["harmful"] else row["kind"]]
+        found.setdefault(kind, []).append(row)
+    return {kind: found[kind] for kind in GUARD_KINDS.values() if kind in found}
+
+
+def guard_table() -> str:
+    """How many stages of every kind the guard refuses."""
+    lines = ["| stage on | stages | did harm | refused | of the harmful ones |", "|---|---:|---:|---:|---:|"]
+    for kind, rows in guard_trials().items():
+        refused, harmful = [row for row in rows if row["reasons"]], [row for row in rows if row["harmful"]]
+        caught = f"{sum(bool(row['reasons']) for row in harmful)} of {len(harmful)}" if harmful else "–"
+        share = f"{len(refused)} ({100 * len(refused) / len(rows):.0f} %)"
+        lines.append(f"| {kind} | {len(rows)} | {len(harmful)} | {share} | {caught} |")
+    return "\n".join(lines)
+
+
+def guard_margins() -> str:
+    """Every sign that decides: its limit, the lowest value on good stages and the range on the others."""
+    found = guard_trials()
+    lines = [f"| sign | limit | {' | '.join(found)} |", f"|---|---:|{'---:|' * len(found)}"]
+    for sign, limit in asdict(LIMITS).items():
+        if sign in ("images", "source_skill"):
+            continue
+        values = [[row["signs"][sign] for row in rows if sign in row["signs"]] for rows in found.values()]
+        cells = [f"{min(some):.2f} to {max(some):.2f}" if some else "–" for some in values]
+        lines.append(f"| `{sign}` | {limit:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _cell(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -110,8 +169,11 @@ def _cell(value: object) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "demo table": demo_table,
     "methods table": methods_table,
+    "gpu costs": gpu_costs,
     "switches": switch_table,
     "benchmark table": benchmark_table,
+    "guard table": guard_table,
+    "guard margins": guard_margins,
 }
 
 

@@ -32,7 +32,7 @@ ACT: Mode = "act"
 # Images to look at, at most: of a domain; of the source and of the memory, each.
 DOMAIN_IMAGES, KNOWN_IMAGES = 500, 300
 # Less skill is nothing to lose.
-LEAST_SKILL = 0.1
+LEAST_SKILL = 0.2
 # A source whose neighbouring pixels correlate by less has no pictures to compare with.
 LEAST_STRUCTURE = 0.1
 # Images whose pixels are in memory as numbers at the same time.
