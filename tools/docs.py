@@ -123,6 +123,26 @@ def benchmark_table() -> str:
     return "\n\n".join(blocks)
 
 
+def digits_methods() -> str:
+    """Averages of every method on the first order of Digits, each with the paper's beside it."""
+    order = DIGITS.orders["default"]
+    runs = [read_run(path) for path in sorted((ROOT / "results" / "digits").glob("*.json"))]
+    lines = ["| method | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
+    for name in METHODS:
+        found = [run for run in runs if run.method == name and run.matrix.domains == order]
+        if not found:
+            lines.append(f"| `{name}` | not run | – | – | – |")
+            continue
+        cells = []
+        for metric in METRICS:
+            main = printed("digits", order, metric, "average", name)
+            paper = printed("digits", order, metric, "average", name, "orders") if main is None else main
+            ours = _mean([run.matrix.average(metric) for run in found])
+            cells.append(ours if paper is None else f"{ours} ({paper:.1f})")
+        lines.append(f"| `{name}` | {len(found)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _mean(values: list[float]) -> str:
     """The mean, with the standard deviation if there are several values."""
     return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
@@ -172,6 +192,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu costs": gpu_costs,
     "switches": switch_table,
     "benchmark table": benchmark_table,
+    "digits methods": digits_methods,
     "guard table": guard_table,
     "guard margins": guard_margins,
 }
