@@ -300,6 +300,16 @@ class TestInterruption:
         assert "Traceback" not in result.err
 
 
+def test_control_c_before_a_command_began(monkeypatch):
+    monkeypatch.setattr(sys.modules[main.__module__], "spread_targets", _stopped)
+    ended = ratp("run")
+    assert (ended.code, ended.out, ended.err) == (130, "", "")
+
+
+def _stopped(words):
+    raise KeyboardInterrupt
+
+
 def test_it_is_a_program():
     command = [sys.executable, "-m", "ratp", "run", "dmo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

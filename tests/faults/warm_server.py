@@ -111,6 +111,7 @@ def work(job):
         return 0
     sys.argv = ["ratp", *job["words"]]
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -124,7 +125,7 @@ def fork(job):
         return child
     code = 99
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ratp begins
         code = work(job)
     except BaseException:
         traceback.print_exc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from typing import Annotated
 
@@ -51,14 +52,16 @@ def options(
 
 def main() -> None:
     """Runs the command line; a mistake of the user's gives a message and exit code 2, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where × and ✓ do not exist
-    print_plainly()
     try:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # where × and ✓ do not exist
+        print_plainly()
         app(spread_targets(sys.argv[1:]) or ["--help"], prog_name="ratp")
     except RatpError as error:
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:
             stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
         sys.exit(2)
+    except KeyboardInterrupt:  # before a command began
+        sys.exit(128 + signal.SIGINT)
