@@ -24,7 +24,7 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Probed, StageFinished, StageStarted, Trained
 from ratp.network import NetworkConfig
 from ratp.plan import RunRequest, resolve
-from ratp.record import RunRecord
+from ratp.record import RunRecord, fingerprint_of
 from ratp.run import Run
 from ratp.side_by_side import auto, run_all
 
@@ -180,10 +180,11 @@ class TestProcesses:
         ]
         runs[2].plan = replace(runs[2].plan, request=None)
         runs.append(Run(plan_of(seed=5), tmp_path / "changed"))
-        runs[3].config = {**runs[3].config, "fingerprint": "0" * 64}
+        runs[3].config = {**runs[3].config, "data": {}}
+        runs[3].config["fingerprint"] = fingerprint_of(runs[3].config)
         records = run_all(runs, at_once=2, on_event=lambda run, event: told.append((run, threading.get_ident())))
         assert [record.config["stream"] for record in records[:3]] == ["toy", runs[1].plan.spec.name, "toy"]
-        assert records[3].config["fingerprint"] == "0" * 64
+        assert records[3].config["data"] == {}
         assert {run for run, thread in told if thread == threading.get_ident()} == {runs[0], runs[2], runs[3]}
         Run(toy_plan(), tmp_path / "alone").execute()
         assert_same_result(tmp_path / "toy", tmp_path / "alone")

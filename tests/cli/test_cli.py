@@ -15,7 +15,7 @@ import pytest
 
 from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
 from ratp import __version__
-from ratp.cli import doctor, lists, runs
+from ratp.cli import doctor_folders, lists, runs
 from ratp.cli.main import main
 from ratp.config import as_dict
 from ratp.methods import METHODS
@@ -323,7 +323,7 @@ def test_a_pipe_that_takes_little_is_no_trouble(words, monkeypatch):
     """An encoding without × or ✓ gets something else in their place."""
     taken = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "argv", ["ratp", *words])
-    monkeypatch.setattr(doctor, "LEAST_FREE_DISK", 0)
+    monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 0)
     with redirect_stdout(taken), pytest.raises(SystemExit) as end:
         main()
     taken.flush()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from helpers import files_of, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.cli import progress
@@ -197,6 +199,8 @@ class TestSeveral:
         assert [line for line in lines if re.match(r"ratp 2 3/3 fog +ink \d+\.\d  mud ", line)]
 
     def test_a_bar_a_run(self, tmp_path, monkeypatch):
+        update = Progress.update
+        monkeypatch.setattr(Progress, "update", partialmethod(update, refresh=True))  # not by the clock
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         _, written = shown_all(several(tmp_path), terminal=True)
         text = ESCAPE.sub("", written)
