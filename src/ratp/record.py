@@ -12,6 +12,7 @@ A run directory is readable without this package::
     checkpoint*.safetensors  where the stage under way is; gone when it is finished
     weights.safetensors      the final network, once the run is complete
     predictions-*.csv        what it says about the images of domains without labels
+    bad-batch-*.json         images with which the losses of a stage stopped being numbers, if that happened
 
 A *result* is the same without the tensors, in one small JSON file that can be kept in a repository.
 """
