@@ -2,11 +2,10 @@
 
 Two epochs of every phase are trained, with all their steps, labelling and recording of graphs; the second one counts,
 times the number of epochs the phase has. An order is then the source's stage and as many of the target's as there are
-targets; measuring on the test images comes on top. Times of whole runs that differ from it by much would be a sign that
-this is too simple: ``tests`` do not look at them, the results in ``results/`` keep theirs.
+targets; measuring on the test images comes on top.
 
-Needs the benchmark's images (``--data`` or ``$RATP_DATA``). Prints a table; ``--out`` keeps the numbers with device and
-versions, and ``tools/docs.py`` makes the table of times in ``docs/methods.md`` of them.
+Benchmarks need their images (``--data`` or ``$RATP_DATA``). Prints a table; ``--out`` keeps the numbers with device and
+versions, and ``tools/docs.py`` makes the columns and tables of costs in ``docs/methods.md`` of them.
 """
 
 from __future__ import annotations

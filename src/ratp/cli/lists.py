@@ -74,7 +74,7 @@ def _described(method: type[Method]) -> dict[str, Any]:
 
 @cache
 def _costs() -> dict[str, float]:
-    """Measured by ``benchmarks/methods.py``."""
+    """Measured by ``benchmarks/costs.py``."""
     text = resources.files("ratp.methods").joinpath("cost.json").read_text(encoding="utf-8")
     return dict(json.loads(text)["cost"])
 
