@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,16 @@ class RunRecord:
     @property
     def label(self) -> str:
         """Method, with its preset and switches where they are not the default ones; an oracle is called one."""
+        return self.label_without(())
+
+    def label_without(self, switches: Collection[str]) -> str:
+        """The label, without switches that go without saying."""
         if self.name is not None:
             return f"{self.name} ({ORACLE})" if self.is_oracle else self.name
         preset = self.config["preset"]
         extra = [ORACLE] if self.is_oracle else []
         extra += [preset] if preset != "official" else []
-        extra += [f"{name}={value}" for name, value in self.config["changed"].items()]
+        extra += [f"{name}={value}" for name, value in self.config["changed"].items() if name not in switches]
         return f"{self.method} ({', '.join(extra)})" if extra else self.method
 
     @property

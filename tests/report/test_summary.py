@@ -160,3 +160,22 @@ def test_a_damaged_probe_names_the_run(golden, broken):
         journal.write(json.dumps(probe) + "\n")
     with pytest.raises(RunDirectoryError, match="damaged"):
         unfamiliar_area(read_run(golden.path))
+
+
+def test_what_all_runs_have_in_common_is_said_once(make_run):
+    common = {"epochs": "4", "size": "32"}
+    runs = [
+        make_run(method="ratp", changed=common),
+        make_run(method="ratp", changed={**common, "augment": "False"}),
+        make_run(method="tent", changed={**common, "lr": "0.1"}),
+    ]
+    (section,) = sections(group_runs(runs))
+    assert [group.label for group in section.groups] == ["ratp", "ratp (augment=False)", "tent (lr=0.1)"]
+    assert [section.name_of(run) for run in section.runs] == [group.label for group in section.groups]
+    assert "Changed in every run: epochs=4, size=32." in section.notes()
+
+
+def test_a_label_alone_says_everything(make_run):
+    (section,) = sections(group_runs([make_run(changed={"epochs": "4"}), make_run(changed={"epochs": "4"}, seed=1)]))
+    assert [group.label for group in section.groups] == ["ratp (epochs=4)"]
+    assert section.notes() == []

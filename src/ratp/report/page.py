@@ -209,6 +209,7 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "blocks": [(table.measure, table.across(section.order)) for table in domain_tables(section)],
         "images": images,
         "sampled": sampled,
+        "name_of": section.name_of,
         "embeddings": [(run, images[name]) for name, run in _embedding(section).items()],
         "config": _settings(section, [flatten(run.config) for run in section.runs]),
         "environment": _settings(section, [flatten(run.environment) for run in section.runs]),
@@ -225,9 +226,10 @@ def _tile(measure: Measure, column: int, rows: Sequence[Row]) -> Tile:
 
 def _settings(section: Section, tables: Sequence[dict[str, str]]) -> SettingsTable:
     unlike = differing(tables)
+    names = [group.label for group in section.groups for _ in group.runs]
     of_group: dict[str, list[dict[str, str]]] = {}
-    for run, table in zip(section.runs, tables, strict=True):
-        of_group.setdefault(run.label, []).append(table)
+    for name, table in zip(names, tables, strict=True):
+        of_group.setdefault(name, []).append(table)
     return SettingsTable(
         {name: value for name, value in tables[0].items() if name not in unlike},
         tuple(of_group),

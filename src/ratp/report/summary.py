@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ratp.errors import RatpError
 from ratp.matrix import METRICS, Matrix
@@ -132,11 +132,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Section:
-    """The groups that may be compared with each other: one stream in one order."""
+    """The groups that may be compared with each other: one stream in one order.
+
+    Attributes:
+        stream: Name of the stream.
+        order: Its domains in order of arrival.
+        groups: The groups.
+        shared: Switches that were changed in the same way in all of them, and are in none of their labels.
+    """
 
     stream: str
     order: tuple[str, ...]
     groups: tuple[Group, ...]
+    shared: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> list[Group]:
@@ -148,6 +156,10 @@ class Section:
     def runs(self) -> list[RunRecord]:
         """Every run of the section."""
         return [run for group in self.groups for run in group.runs]
+
+    def name_of(self, run: RunRecord) -> str:
+        """What a run of the section is called in it."""
+        return run.label_without(self.shared)
 
     @cached_property
     def measures(self) -> tuple[Measure, ...]:
@@ -176,6 +188,10 @@ class Section:
         told = [part.name for part in self.parts if part.finished and not part.competes]
         if told:
             notes.append(f"Told the labels of targets, a bound and never marked best: {'; '.join(told)}.")
+        if self.shared:
+            notes.append(
+                f"Changed in every run: {', '.join(f'{name}={value}' for name, value in self.shared.items())}."
+            )
         for group in self.groups:
             notes += _group_notes(group)
         made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}
@@ -208,7 +224,18 @@ def sections(groups: Sequence[Group]) -> list[Section]:
     found: dict[tuple[str, tuple[str, ...]], list[Group]] = {}
     for group in groups:
         found.setdefault((group.stream, group.order), []).append(group)
-    return [Section(*key, tuple(members)) for key, members in found.items()]
+    return [_section(*key, members) for key, members in found.items()]
+
+
+def _section(stream: str, order: tuple[str, ...], groups: Sequence[Group]) -> Section:
+    """A section of groups, whose labels need not repeat what all of them have."""
+    runs = [run for group in groups for run in group.runs]
+    if len(groups) < 2 or any(run.name is not None for run in runs):
+        return Section(stream, order, tuple(groups))
+    first, *others = (_texts(run.config.get("changed")) for run in runs)
+    shared = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    short = (replace(group, label=group.runs[0].label_without(shared)) for group in groups)
+    return Section(stream, order, tuple(short), shared)
 
 
 def by_domain(run: RunRecord, measure: Measure) -> dict[str, float]:
