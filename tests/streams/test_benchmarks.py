@@ -8,9 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
 
 from helpers import ratp
+from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
 from ratp.errors import ConfigError, RatpError
 from ratp.plan import RunRequest, resolve
 from ratp.stream import DataOptions

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_images import config_of, images, put, refused, run_folders, worked
 
 from helpers import journal_of, toy_domain, toy_domains
+from own_images import config_of, images, put, refused, run_folders, worked
 from ratp.errors import ConfigError
 from ratp.stream import make_stream
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folders, worked, zipped
 
 from helpers import TINY, ratp
+from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folders, worked, zipped
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError
 from ratp.plan import RunRequest, resolve

@@ -10,9 +10,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-from own_images import OPTIONS, images, put, run_folders, worked
 
 from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tensors, tensors_of, toy_domains
+from own_images import OPTIONS, images, put, run_folders, worked
 from ratp.domain import UnlabelledDomain
 from ratp.events import StageStarted
 from ratp.plan import RunRequest, resolve
