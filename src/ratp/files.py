@@ -190,6 +190,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, about
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a file of tensors is there, as it was written."""
+    try:
+        read_tensors(path)
+    except RunDirectoryError:
+        return False
+    return True
+
+
 def _hash_of_file(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     text = json.dumps([hash_of(tensors), about], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

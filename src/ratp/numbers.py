@@ -43,7 +43,6 @@ class BadBatch:
         lost: What was no number after it; nothing if only the weights were none, after the last step.
         images: Places of its images in the domain.
         memory: Places of its images in the memory.
-        is_last: Whether it is the last one of its epoch.
     """
 
     phase: str
@@ -52,15 +51,14 @@ class BadBatch:
     lost: tuple[str, ...]
     images: tuple[int, ...]
     memory: tuple[int, ...]
-    is_last: bool
 
 
-def lost(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str]:
+def lost_numbers(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str]:
     """Names of what is no number. Waits for the device."""
     return [name for name, value in values.items() if not math.isfinite(float(value))]
 
 
-def check(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
+def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
     """Raises an error if something is no number.
 
     Args:
@@ -70,7 +68,7 @@ def check(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress
     Raises:
         NumbersLostError: If so.
     """
-    bad = lost(values)
+    bad = lost_numbers(values)
     if bad:
         what = f"{', '.join(bad)} became {float(values[bad[0]])} in epoch {progress.epoch}"
         raise NumbersLostError(what, progress.phase, progress.epoch)
@@ -90,12 +88,16 @@ def find_batch(phases: Sequence[Phase], progress: Progress, error: NumbersLostEr
         for moment in train(phases, capture=capture, progress=progress):
             if (progress.phase, progress.epoch + (isinstance(moment, Tick) and moment.epoch_done)) >= place:
                 break
-    steps, found = train(phases, progress=progress), None
-    while found is None or not (found.lost or found.is_last):
+    steps = train(phases, progress=progress)
+    while True:
         with listening() as heard:
             tick = next(steps, None)
         if not isinstance(tick, Tick):
+            return None
+        bad = lost_numbers(tick.means)
+        if bad or tick.epoch_done:
             break
-        about = tick.phase.name, tick.epoch, tick.step - 1, tuple(lost(tick.means))
-        found = BadBatch(*about, tuple(heard.images), tuple(heard.memory), tick.epoch_done)
-    return found if found is not None and (found.lost or error.in_weights) else None
+    if not bad and not error.in_weights:
+        return None
+    about = tick.phase.name, tick.epoch, tick.step - 1, tuple(bad)
+    return BadBatch(*about, tuple(heard.images), tuple(heard.memory))

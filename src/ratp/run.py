@@ -23,13 +23,7 @@ from ratp.environment import changes, describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
-from ratp.files import (
-    read_json,
-    read_tensors,
-    remove_leftovers,
-    write_json,
-    write_tensors,
-)
+from ratp.files import is_whole, read_json, read_tensors, remove_leftovers, write_json, write_tensors
 from ratp.guard import ACT, Watch
 from ratp.journal import Journal
 from ratp.lock import exclusive
@@ -37,9 +31,7 @@ from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Tick, train, unpack
 from ratp.midstage import Checkpoints
 from ratp.notes import Note
-from ratp.numbers import NumbersLostError, find_batch
-from ratp.numbers import check as check_numbers
-from ratp.numbers import lost as lost_numbers
+from ratp.numbers import NumbersLostError, check_numbers, find_batch, lost_numbers
 from ratp.plan import RunPlan
 from ratp.precision import Precision, use_precision
 from ratp.predictions import prediction_files, write_predictions
@@ -178,7 +170,7 @@ class Run:
                 if self._models:
                     self._models.release()
             write_predictions(self.method, self.stream, self.folder)
-            if not _is_whole(self.folder / "weights.safetensors"):
+            if not is_whole(self.folder / "weights.safetensors"):
                 state = self.method.state()
                 about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
                 network = unpack(state).get("network", state)
@@ -278,6 +270,7 @@ class Run:
             lost = error
         batch = self._look_for_batch(stage, lost)
         if self.plan.precision == "fp32":
+            self._load_state()
             raise self._ruined(stage, lost, batch)
         told = f"{lost} of stage {stage} ({self.stream.order[stage]}), which is tried once more in fp32"
         warnings.warn(told, NumbersWarning, stacklevel=2)
@@ -285,6 +278,7 @@ class Run:
             self._use("fp32")
             yield from self._attempt(stage)
         except NumbersLostError as error:
+            self._use(self.plan.precision)
             raise self._ruined(stage, error, batch, "Neither in fp32 did it go well. ") from error
         self._use(self.plan.precision)
 
@@ -299,7 +293,6 @@ class Run:
         self._load_state()
         work, name = self._prepare(stage), self.stream.order[stage]
         found = find_batch(work.phases, work.progress, error, self._captures)
-        self._load_state()
         self._journal.keep(self._journal.before(stage))
         self._journal.note("numbers_lost", stage=stage, domain=name, what=str(error), precision=self._precision)
         if found is None:
@@ -511,12 +504,3 @@ class Run:
         if found:
             about = {"domains": list(self.stream.order), "classes": list(self.stream.classes), "stage": stage}
             write_tensors(self.folder / f"features-{stage}.safetensors", found, FEATURES.marked(about))
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a file of tensors is there, as it was written."""
-    try:
-        read_tensors(path)
-    except RunDirectoryError:
-        return False
-    return True

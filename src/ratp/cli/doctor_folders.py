@@ -19,7 +19,7 @@ from ratp.data.place import VARIABLE, data_folder, find_domain
 from ratp.data.sources import data_set
 from ratp.data.tree import open_tree
 from ratp.errors import RatpError
-from ratp.files import is_leftover, read_tensors
+from ratp.files import is_leftover, is_whole
 from ratp.lock import LOCK_FILE, is_held
 from ratp.record import RunRecord, read_run
 from ratp.streams import STREAMS
@@ -107,20 +107,12 @@ def cache(*, thorough: bool) -> Iterator[Finding]:
     except OSError:
         files = []
     kept = [path for path in files if path.suffix == ".safetensors" and not is_leftover(path)]
-    useless = [path for path in files if is_leftover(path)] + [p for p in kept if thorough and not _is_whole(p)]
+    useless = [path for path in files if is_leftover(path)] + [p for p in kept if thorough and not is_whole(p)]
     found = f"{len(kept)} source networks kept, {size_text(sum(path.stat().st_size for path in kept))}"
     if useless:
         found += f"; {len(useless)} damaged or left half-written"
     advice = f"rm {shlex.join(str(path) for path in useless[:3])}"
     yield Finding("networks", found, not useless, advice + (" …" if len(useless) > 3 else ""))
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_tensors(path)
-    except RatpError:
-        return False
-    return True
 
 
 def runs(here: Path) -> Iterator[Finding]:
