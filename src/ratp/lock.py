@@ -56,9 +56,14 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether some process holds ``folder`` now. Who may only read it can ask, too."""
+    """Whether some process holds ``folder`` now."""
+    return is_locked(folder / LOCK_FILE)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process has locked a file. Who may only read it can ask, too."""
     try:
-        handle = os.open(folder / LOCK_FILE, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -73,7 +78,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _take(handle: int) -> None:
-    """Locks an open file. Tries it a few times: who only asks, by :func:`is_held`, has the lock for an instant."""
+    """Locks an open file. Tries it a few times: who only asks, by :func:`is_locked`, has the lock for an instant."""
     for _ in range(9):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

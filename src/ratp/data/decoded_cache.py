@@ -26,6 +26,7 @@ from ratp.data.manifest import Manifest
 from ratp.data.manifest_file import read_manifest, write_manifest
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import read_json, write_json
+from ratp.lock import is_locked
 from ratp.schema import DECODED
 
 _FOLDER = "decoded"
@@ -252,23 +253,9 @@ def damaged_entries(cache: Path) -> list[CacheEntry]:
     found = []
     for entry in _groups(cache / _FOLDER):
         slot = Slot.of(cache, entry.key, entry.height, entry.width)
-        if slot.look() is None and not _is_being_written(slot.lock):
+        if slot.look() is None and not is_locked(slot.lock):
             found.append(entry)
     return found
-
-
-def _is_being_written(lock: Path) -> bool:
-    try:
-        handle = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def evict(cache: Path, keep_bytes: int) -> list[CacheEntry]:
