@@ -96,7 +96,7 @@ def switch_table() -> str:
 
 
 # The orders of RaTP's table, by stream.
-BENCHMARKS = ((DIGITS, "default"), (PACS, "default"), (PACS, "reverse"))
+BENCHMARKS = ((DIGITS, "default"), (DIGITS, "reverse"), (PACS, "default"), (PACS, "reverse"))
 
 
 def benchmark_table() -> str:
