@@ -16,7 +16,6 @@ from statistics import mean, stdev
 from typing import Any
 
 from ratp.config import as_dict, switches
-from ratp.guard import LIMITS
 from ratp.matrix import METRICS
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
@@ -24,6 +23,7 @@ from ratp.plan import preset_config
 from ratp.published import printed
 from ratp.record import RunRecord, read_run
 from ratp.report.tables import comparison_markdown
+from ratp.signs import LIMITS
 from ratp.streams.benchmarks import DIGITS, PACS
 
 ROOT = Path(__file__).parents[1]

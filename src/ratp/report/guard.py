@@ -12,6 +12,7 @@ from ratp.report.cells import MISSING
 # Signs by their names in the journal, and what the columns are called; of a pair, before and after the stage.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "Structure": ("structure",),
+    "Recognition": ("recognition",),
     "Variety": ("variety_before", "variety"),
     "Largest class": ("largest_before", "largest"),
     "Confidence": ("confidence_before", "confidence"),
