@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-import ratp.run
+import ratp.states
 from helpers import (
     CLASSES,
     QUICK,
@@ -279,14 +279,14 @@ def test_the_embedded_stream_raises_no_alarm(method, tmp_path):
 def test_killed_after_the_decision_a_run_decides_the_same_again(tmp_path, monkeypatch):
     plan = plan_of(domains=("ink", bad_domain("noise"), "fog"), changes={})
     Run(plan, tmp_path / "whole").execute()
-    write = ratp.run.write_tensors
+    write = ratp.states.write_tensors
 
     def die(path, *rest):
         if path.name == "state.safetensors" and path.exists():
             raise KeyboardInterrupt
         write(path, *rest)
 
-    monkeypatch.setattr(ratp.run, "write_tensors", die)
+    monkeypatch.setattr(ratp.states, "write_tensors", die)
     with pytest.raises(KeyboardInterrupt):
         Run(plan, tmp_path / "cut").execute()
     monkeypatch.undo()
