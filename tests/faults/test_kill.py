@@ -41,9 +41,7 @@ def test_at_twenty_points(warm, command, untouched, tmp_path):
     assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
 
 
-@pytest.mark.faults(
-    2, "killed, and its state damaged, a run says so, goes back a stage and ends with the same bits"
-)
+@pytest.mark.faults(2, "killed, and its state damaged, a run says so, goes back a stage and ends with the same bits")
 @pytest.mark.parametrize("kind", ["cut", "gone"])
 def test_and_its_state_damaged(warm, command, untouched, kind, tmp_path):
     folder = tmp_path / "run"
