@@ -70,9 +70,7 @@ def wait_for(process, library):
         time.sleep(0.002)
 
 
-@pytest.mark.faults(
-    18, "stopped while ratp is still being imported, a process ends at once and without a traceback"
-)
+@pytest.mark.faults(18, "stopped while ratp is still being imported, a process ends at once and without a traceback")
 @pytest.mark.parametrize("way", WAYS)
 def test_while_it_is_imported(way, command, tmp_path):
     """Real processes, from the first of torch's libraries on to what comes after all imports."""
