@@ -210,6 +210,13 @@ print(sorted(name for name in {LAZY!r} if name in set(sys.modules) - before))
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def test_the_command_can_begin_before_torch_is_there():
+    """Or Ctrl-C in the first seconds would end in a traceback."""
+    script = "import sys, ratp.__main__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 class TestPublic:
     def test_there_are_about_fifteen_names(self):
         assert 12 <= len(ratp.__all__) <= 20
@@ -224,6 +231,11 @@ class TestPublic:
         doc = inspect.getdoc(item)
         assert doc
         assert not doc.startswith(f"{name}("), "a dataclass without a docstring shows its signature"
+
+    def test_no_other_name_exists(self):
+        assert set(ratp.__all__) <= set(dir(ratp))
+        with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+            _ = ratp.nonsense
 
     def test_the_version_is_the_packages(self):
         from importlib.metadata import version

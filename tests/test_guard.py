@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from sklearn.datasets import load_sample_images
 
-import ratp.run
+import ratp.states
 from helpers import (
     CLASSES,
     QUICK,
@@ -329,14 +329,14 @@ def test_a_domain_that_is_known_in_part_raises_no_alarm(method, tmp_path):
 def test_killed_after_the_decision_a_run_decides_the_same_again(tmp_path, monkeypatch):
     plan = plan_of(domains=("ink", bad_domain("noise"), "fog"), changes={})
     Run(plan, tmp_path / "whole").execute()
-    write = ratp.run.write_tensors
+    write = ratp.states.write_tensors
 
     def die(path, *rest):
         if path.name == "state.safetensors" and path.exists():
             raise KeyboardInterrupt
         write(path, *rest)
 
-    monkeypatch.setattr(ratp.run, "write_tensors", die)
+    monkeypatch.setattr(ratp.states, "write_tensors", die)
     with pytest.raises(KeyboardInterrupt):
         Run(plan, tmp_path / "cut").execute()
     monkeypatch.undo()

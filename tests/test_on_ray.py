@@ -27,6 +27,7 @@ from ratp.record import RunRecord
 from ratp.run import Run
 from ratp.run_process import described, options_of
 from ratp.side_by_side import SMALL_ON_GPU, run_all
+from ratp.states import BEFORE
 from ratp.study import find_executor, run_study
 from ratp.study_file import read_study
 from tiny_study import grid, study_file
@@ -358,7 +359,7 @@ def test_a_folder_can_be_continued_wherever_writing_stopped(four, tmp_path):
             keep(folder, so_far)
             Run(entry.plan, folder).execute()
             assert_same_result(folder, four.folder / entry.name)
-    assert {name for _, name in steps} == files_of(four.folder / entry.name).keys()
+    assert {name for _, name in steps} == {BEFORE, *files_of(four.folder / entry.name)}
 
 
 def test_checkpoints_are_sent_too(four, tmp_path):

@@ -27,6 +27,10 @@ _MOST_TEXT, _MOST_NESTED = 1 << 30, 64
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+class LostFileError(RunDirectoryError):
+    """What a file held is lost: it is missing, or not as it was written."""
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces ``path`` by ``data`` in one step: a crash leaves the old file or the new one.
 
@@ -74,6 +78,26 @@ def remove_leftovers(folder: Path) -> None:
         if is_leftover(item):
             with writing(item):
                 item.unlink(missing_ok=True)
+
+
+def keep_as(path: Path, other: Path) -> None:
+    """Gives a file a second name, in one step; where the disk knows no links, the second name is its only one then.
+
+    Raises:
+        RunDirectoryError: If the folder cannot be written, with the reason.
+    """
+    spare = other.with_name(f".{other.name}{_TEMPORARY}link")
+    with writing(other):
+        try:
+            spare.hardlink_to(path)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise
+            path.replace(other)
+        else:
+            spare.replace(other)
+            spare.unlink(missing_ok=True)  # if both were names of the same file, there was nothing to replace
+        _sync_folder(other.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -171,9 +195,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads a safetensors file: its tensors, as copies in memory, and its metadata.
 
     Raises:
-        RunDirectoryError: If the file is missing, truncated, foreign, or not as :func:`write_tensors` wrote it. Files
-            of others have no hash to tell by.
+        LostFileError: If the file is missing, truncated, foreign, or not as :func:`write_tensors` wrote it. Files of
+            others have no hash to tell by.
+        RunDirectoryError: If it may not be read.
     """
+    if path.exists() and not os.access(path, os.R_OK):  # safetensors would call it missing
+        raise RunDirectoryError(f"cannot read {path}: {os.strerror(errno.EACCES)}.")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -182,11 +209,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         expected = about.pop(_HASH, None)
         is_whole = expected is None or expected == _hash_of_file(tensors, about)
     except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing.") from error
+        raise LostFileError(f"{path} is missing.") from error
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
-        raise RunDirectoryError(f"{path} is damaged or no safetensors file: {error}.") from error
+        raise LostFileError(f"{path} is damaged or no safetensors file: {error}.") from error
     if not is_whole:
-        raise RunDirectoryError(f"{path} is damaged: its contents are not what was written.")
+        raise LostFileError(f"{path} is damaged: its contents are not what was written.")
     return tensors, about
 
 

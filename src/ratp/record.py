@@ -9,6 +9,7 @@ A run directory is readable without this package::
     samples.safetensors      a few images and what the method made of them (if it augments)
     features-*.safetensors   embeddings of some test images after each stage (if asked for)
     state.safetensors        the method after its last finished stage
+    state-before.safetensors the method after the stage before; gone when the run is finished
     checkpoint*.safetensors  where the stage under way is; gone when it is finished
     weights.safetensors      the final network, once the run is complete
     predictions-*.csv        what it says about the images of domains without labels

@@ -1,8 +1,8 @@
 """A run: one method on one stream with one seed, and its directory.
 
 After every stage the whole method is saved, together with the accuracies so far, in one file that is replaced in one
-step; within a stage there is a checkpoint now and then. Whatever interrupts a run, the same command continues it, and
-the result is the one an undisturbed run gives.
+step, and the one before is kept; within a stage there is a checkpoint now and then. Whatever interrupts a run, the same
+command continues it, and the result is the one an undisturbed run gives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ratp.environment import changes, describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
-from ratp.files import is_whole, read_json, read_tensors, remove_leftovers, write_json, write_tensors
+from ratp.files import LostFileError, is_whole, read_json, remove_leftovers, write_json, write_tensors, writing
 from ratp.guard import ACT, Watch
 from ratp.journal import Journal
 from ratp.lock import exclusive
@@ -36,11 +36,12 @@ from ratp.plan import RunPlan
 from ratp.precision import Precision, use_precision
 from ratp.predictions import prediction_files, write_predictions
 from ratp.randomness import Randomness
-from ratp.record import RunRecord, describe_changes, fingerprint_of, is_event, read_run
-from ratp.run_folder import START_ANEW, as_begun, check_folder
-from ratp.schema import ENVIRONMENT, FEATURES, MATRIX, SAMPLES, STATE, WEIGHTS, NewerFileError
+from ratp.record import RunRecord, describe_changes, fingerprint_of, read_run
+from ratp.run_folder import as_begun, check_folder
+from ratp.schema import ENVIRONMENT, FEATURES, MATRIX, SAMPLES, WEIGHTS, NewerFileError
 from ratp.source_models import SourceModels
 from ratp.stage import Stage, ready
+from ratp.states import State, States, StateWarning
 from ratp.stream import Stream
 
 SAMPLE_COUNT = 10
@@ -176,25 +177,49 @@ class Run:
                 network = unpack(state).get("network", state)
                 write_tensors(self.folder / "weights.safetensors", network, WEIGHTS.marked(about))
                 self._journal.note("run_finished")
+            self._states.settle()
+            self._checkpoints.remove()
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage, or a checkpoint, left it."""
         self._checkpoints = Checkpoints(self.folder, self.config["fingerprint"], self.save_every)
+        self._states = States(self.folder, self.config["fingerprint"])
         remove_leftovers(self.folder)
-        state_file = self.folder / "state.safetensors"
-        finished = self._load_state()
-        if not state_file.exists():
-            self._refuse_lost_state(state_file)
-            if next(self._checkpoints.found(0), None) is None:
-                self._start()
-                return
-        # The state is what counts: config, matrix and journal are brought in line with it.
+        state, lost = self._states.find()
+        self._take_up(state)
+        is_new = state is None and next(self._checkpoints.found(0), None) is None
+        if is_new:
+            self._start()
+        else:
+            self._bring_in_line(state.finished if state else ())
+        if lost:
+            self._go_back(state, lost)
+        if not is_new:
+            self._note_return()
+
+    def _bring_in_line(self, finished: Sequence[Mapping[str, Any]]) -> None:
+        """Has config, matrix and journal say what the state says: that is what counts."""
         if fingerprint_of(read_json(self.folder / "config.json")) != self.config["fingerprint"]:
             write_json(self.folder / "config.json", self.config)
         kept = self._journal.before(self.matrix.stages)
-        kept += finished[len([e for e in kept if e["event"] == "stage_finished"]) :]
-        self._journal.keep(kept)
+        known = sum(event["event"] == "stage_finished" for event in kept)
+        self._journal.keep([*kept, *finished[known:]])
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
+
+    def _go_back(self, state: State | None, lost: str) -> None:
+        """Says that the last state is lost, and removes what came after the one that the run goes on from."""
+        self._journal.note("state_lost", what=lost, finished_stages=self.matrix.stages)
+        with writing(self.folder):
+            (self.folder / "weights.safetensors").unlink(missing_ok=True)
+        if next(self._checkpoints.found(self.matrix.stages), None) is None:
+            self._checkpoints.remove()
+        self._states.go_back(state)
+        stages = f"{self.matrix.stages} of {len(self.stream.order)} stages"
+        where = f"from {state.path.name}, after {stages}" if state else "from the start"
+        warnings.warn(f"{lost} The run goes on {where}", StateWarning, stacklevel=3)
+
+    def _note_return(self) -> None:
+        """Notes that the run goes on, and what has changed around it."""
         changed = self._environment_changes()
         if self.matrix.complete:
             return
@@ -202,7 +227,7 @@ class Run:
         self._journal.note("run_resumed", finished_stages=self.matrix.stages, **about)
         if changed:
             told = describe_changes(changed)
-            warnings.warn(f"this run began in another environment: {told}", EnvironmentWarning, stacklevel=2)
+            warnings.warn(f"this run began in another environment: {told}", EnvironmentWarning, stacklevel=3)
 
     def _environment_changes(self) -> dict[str, list[Any]]:
         """What differs from the environment the run began with; if nothing tells of that, it is this one."""
@@ -225,41 +250,22 @@ class Run:
         self._save_samples()
         self._journal.note("run_started")
 
-    def _load_state(self) -> list[dict[str, Any]]:
-        """Builds the method and brings it to the end of the last finished stage; returns the journal of these."""
+    def _take_up(self, state: State | None) -> None:
+        """Builds the method and brings it to a state; None: it has learnt nothing yet."""
         plan, models = self.plan, self._models
         if self._precision != plan.precision:  # what is trained so must not pass for what was asked for
             plan, models = replace(plan, precision=self._precision), None
         self.method = plan.build_method(self.stream, models)
-        self.matrix = Matrix(self.stream.order)
-        state_file = self.folder / "state.safetensors"
-        if not state_file.exists():
-            return []
-        try:
-            state, about = read_tensors(state_file)
-            about = STATE.read(about, state_file)
-            if about["fingerprint"] != self.config["fingerprint"]:
-                raise RunDirectoryError("it belongs to another run")
-            self.matrix = Matrix.from_json(about["matrix"])
-            finished = list(about["stage_events"])
-            if not all(map(is_event, finished)):
-                raise RunDirectoryError("it holds what is no event of a run")
-            self.method.load_state(state)
-        except NewerFileError:
-            raise
-        except (RatpError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise RunDirectoryError(f"{state_file} does not fit this run ({error}). {START_ANEW}") from error
-        return finished
+        if state is not None:
+            state.load_into(self.method)
+        self.matrix = state.matrix if state else Matrix(self.stream.order)
 
-    def _refuse_lost_state(self, state_file: Path) -> None:
-        """Never trains over results whose state has gone."""
-        matrix = self.folder / "matrix.json"
-        stages = len(read_json(matrix).get("accuracy", [])) if matrix.exists() else 0
-        if stages:
-            raise RunDirectoryError(
-                f"{state_file} is missing, but the folder holds results of {stages} stage(s). "
-                f"Put the file back to go on. {START_ANEW}"
-            )
+    def _undo(self) -> None:
+        """Takes up the state before the stage under way, as it lies on the disk."""
+        try:
+            self._take_up(self._states.latest() if self.matrix.stages else None)
+        except LostFileError as error:
+            raise RunDirectoryError(f"{error} The same command goes on from what was kept before it.") from error
 
     def _stage(self, stage: int) -> Iterator[Event]:
         """A stage; if its numbers are lost, once more from where they were last saved, in single precision."""
@@ -270,7 +276,7 @@ class Run:
             lost = error
         batch = self._look_for_batch(stage, lost)
         if self.plan.precision == "fp32":
-            self._load_state()
+            self._undo()
             raise self._ruined(stage, lost, batch)
         told = f"{lost} of stage {stage} ({self.stream.order[stage]}), which is tried once more in fp32"
         warnings.warn(told, NumbersWarning, stacklevel=2)
@@ -286,11 +292,11 @@ class Run:
         """Computes in a precision from now on, from the last finished stage on."""
         self._precision = precision
         use_precision(precision)
-        self._load_state()
+        self._undo()
 
     def _look_for_batch(self, stage: int, error: NumbersLostError) -> Path | None:
         """Makes the stage again up to where its numbers were lost, and writes down the batch it happened with."""
-        self._load_state()
+        self._undo()
         work, name = self._prepare(stage), self.stream.order[stage]
         found = find_batch(work.phases, work.progress, error, self._captures)
         self._journal.keep(self._journal.before(stage))
@@ -367,7 +373,7 @@ class Run:
                 work.go_on(checkpoint)
                 return work
             except RatpError:
-                self._load_state()  # it may be half restored
+                self._undo()  # it may be half restored
         raise AssertionError("unreachable")
 
     def _watch(self, stage: int) -> Watch | None:
@@ -383,7 +389,7 @@ class Run:
             return None
         undone = self.plan.guard == ACT and bool(verdict.reasons)
         if undone:
-            self._load_state()
+            self._undo()
         return {"rolled_back": undone, **verdict.to_json()}
 
     def _note_start(self, name: str, work: Stage) -> None:
@@ -431,7 +437,6 @@ class Run:
         seconds: float,
         guard: Mapping[str, Any] | None,
     ) -> None:
-        state = self.method.state()
         self.matrix = self.matrix.with_row([row.get(name, math.nan) for name in self.stream.order])
         event = Journal.now(
             "stage_finished",
@@ -443,12 +448,7 @@ class Run:
             **({"guard": guard} if guard else {}),
             **({"precision": self._precision} if self._precision != self.plan.precision else {}),
         )
-        about = {
-            "fingerprint": self.config["fingerprint"],
-            "matrix": self.matrix.to_json(),
-            "stage_events": [*self._journal.finished(), event],
-        }
-        write_tensors(self.folder / "state.safetensors", state, STATE.marked(about))
+        self._states.save(self.method.state(), self.matrix, [*self._journal.finished(), event])
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         self._journal.append(event)
 

@@ -22,6 +22,7 @@ UNDER_WAY = (
     "checkpoint.safetensors",
     "checkpoint-before.safetensors",
     "state.safetensors",
+    "state-before.safetensors",
     "config.json",
     "environment.json",
     "journal.jsonl",
@@ -31,17 +32,17 @@ FINISHED = ("state.safetensors", "weights.safetensors", "config.json", "journal.
 
 
 def plan():
-    return toy_plan("shot", toy_domains(ink=24, mud=20), changes={"epochs": 1, "steps": 3})
+    return toy_plan("shot", toy_domains(ink=24, mud=20, fog=16), changes={"epochs": 1, "steps": 3})
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run that was stopped with two checkpoints in its second stage, and the same, finished."""
+    """A run that was stopped with two checkpoints in its third stage, and the same, finished."""
     folder = tmp_path_factory.mktemp("runs")
     events, seen = Run(plan(), folder / "under-way", save_every=0.0).events(), 0
     for event in events:
         seen += isinstance(event, Trained)
-        if seen == 5:
+        if seen == 8:
             break
     events.close()
     assert set(UNDER_WAY) <= files_of(folder / "under-way").keys()
@@ -81,12 +82,14 @@ def damaged_copy(folder, tmp_path_factory, name, damage):
 
 @pytest.mark.faults(2, "any damage to any file of a run is noticed by its hash, or makes no difference to the result")
 @pytest.mark.filterwarnings("ignore::ratp.run.EnvironmentWarning")  # the file that tells of it may be the damaged one
+@pytest.mark.filterwarnings("ignore::ratp.states.StateWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(UNDER_WAY), damage=damages())
 def test_going_on(runs, tmp_path_factory, name, damage):
     copy = damaged_copy(runs / "under-way", tmp_path_factory, name, damage)
     record, error = attempt(Run(plan(), copy).execute)
     if record is None:
+        assert name != "state-before.safetensors"  # nobody needs it
         assert name in error or "another run" in error or "later" in error, error
     else:
         assert_same(runs / "finished", copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -27,7 +28,7 @@ def kill_at_points(start, count, most, seed):
 @pytest.mark.faults(1, "killed at twenty random points, most of them within writing, a run ends with the same bits")
 @pytest.mark.faults(2, "half-written files are never taken for whole ones")
 def test_at_twenty_points(warm, command, untouched, tmp_path):
-    """The points are those where files are opened, synced, renamed and removed; at every second one, half is lost."""
+    """At points where files are opened, synced, linked, renamed and removed; at every second one, half is lost."""
     folder = tmp_path / "run"
 
     def start(**how):
@@ -38,6 +39,22 @@ def test_at_twenty_points(warm, command, untouched, tmp_path):
     assert ended.code == 0, ended
     assert_same(untouched.folder, folder)
     assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
+
+
+@pytest.mark.faults(2, "killed, and its state damaged, a run says so, goes back a stage and ends with the same bits")
+@pytest.mark.parametrize("kind", ["cut", "gone"])
+def test_and_its_state_damaged(warm, command, untouched, kind, tmp_path):
+    folder = tmp_path / "run"
+    killed = warm.run(*command, "--out", folder, within=folder, at=untouched.points * 9 // 10)
+    assert killed.code == KILLED, killed
+    state = folder / "state.safetensors"
+    os.truncate(state, state.stat().st_size // 2) if kind == "cut" else state.unlink()
+    ended = warm.run(*command, "--quiet", "--out", folder)
+    assert ended.code == 0, ended
+    (line,) = ended.err.splitlines()
+    assert line.startswith(f"note: {state} is ") and "goes on from state-before.safetensors, after 1 of 3" in line
+    assert_same(untouched.folder, folder)
+    assert len(journal_of(folder, "state_lost")) == 1
 
 
 @pytest.mark.faults(1, "killed at twenty random moments, a run ends with the same bits")

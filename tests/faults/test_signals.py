@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from warm import assert_same
@@ -12,6 +16,10 @@ from warm import assert_same
 from helpers import journal_of
 
 DEADLINE = 60.0
+WAYS = {
+    "module": ["-m", "ratp"],
+    "script": ["-c", "from ratp.__main__ import main; main()"],
+}
 
 
 def rarely(command):
@@ -52,3 +60,42 @@ def test_at_any_moment(warm, command, untouched, tmp_path):
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
     assert_same(untouched.folder, folder)
+
+
+def wait_for(process, library):
+    """Waits until a process has begun to load a library: Python itself has started by then."""
+    maps, started = Path(f"/proc/{process.pid}/maps"), time.monotonic()
+    while library not in maps.read_text():
+        assert process.poll() is None and time.monotonic() - started < DEADLINE
+        time.sleep(0.002)
+
+
+@pytest.mark.faults(18, "stopped while ratp is still being imported, a process ends at once and without a traceback")
+@pytest.mark.parametrize("way", WAYS)
+def test_while_it_is_imported(way, command, tmp_path):
+    """Real processes, from the first of torch's libraries on to what comes after all imports."""
+    chance, moments = random.Random(way), []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    for number, most in ((signal.SIGINT, 0.1), (signal.SIGTERM, 1.0), (signal.SIGINT, 1.5), (signal.SIGINT, 4.0)):
+        words = [sys.executable, *WAYS[way], *map(str, command), "--out", str(tmp_path / "run")]
+        with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            wait_for(process, "torch")
+            time.sleep(chance.uniform(0.0, most))
+            process.send_signal(number)
+            said = process.stderr.read()
+        moments.append((process.returncode, said))
+        assert process.returncode in (-number, 128 + number, 0), moments
+        assert "Traceback" not in said and "KeyboardInterrupt" not in said, moments
+    assert moments[0] == (-signal.SIGINT, ""), moments
+
+
+def test_what_runs_in_the_background_is_not_stopped():
+    """Shells have it ignore Ctrl-C."""
+    words = [sys.executable, *WAYS["module"], "--version"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ignoring = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({words[0]!r}, {words!r})"
+    with subprocess.Popen([sys.executable, "-c", ignoring], env=environment, stdout=subprocess.PIPE) as process:
+        wait_for(process, "torch")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read().startswith(b"ratp ")
+    assert process.returncode == 0

@@ -88,4 +88,5 @@ def assert_same(folder, other):
     for name in ("state", "weights"):
         assert same_tensors(tensors_of(folder, name), tensors_of(other, name))
     assert (folder / "matrix.json").read_bytes() == (other / "matrix.json").read_bytes()
-    assert not list(folder.glob("checkpoint*")) and not list(folder.glob(".*.part-*"))
+    for place in (folder, other):
+        assert not [*place.glob("checkpoint*"), *place.glob("*-before*"), *place.glob(".*.part-*")]

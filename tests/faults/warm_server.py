@@ -2,7 +2,7 @@
 
 A process of its own takes seconds to start, most of it imports; a fork takes none. It reads a JSON object a line: what
 a fork is to do, or which one to wait for. A fork can be told to die, or to find the disk full or gone, at a point: the
-n-th time that something is about to be opened for writing, synced, renamed or removed below a folder.
+n-th time that something is about to be opened for writing, synced, linked, renamed or removed below a folder.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ratp.cli.main import main
 from ratp.run import Run
 
 WRITES = os.O_WRONLY | os.O_RDWR
+CHANGES = ("os.link", "os.rename", "os.remove", "os.truncate", "os.mkdir")
 
 
 class Points:
@@ -56,7 +57,7 @@ class Points:
             path, _, flags = arguments
             if isinstance(flags, int) and flags & WRITES and self.counts(path):
                 self.point()
-        elif event in ("os.rename", "os.remove", "os.truncate", "os.mkdir") and self.counts(arguments[0]):
+        elif event in CHANGES and self.counts(arguments[0]):
             self.point()
 
     def counts(self, path):
