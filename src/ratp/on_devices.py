@@ -48,9 +48,9 @@ from ratp.side_by_side import (
 MOST_DEATHS = 2
 # Between two events about steps of a run: to read a loss makes a GPU wait.
 SECONDS_BETWEEN_STEPS = 0.25
-# How long a process lives on that has lost its GPU: it tells why.
-_LAST_WORDS = 1.0
 _ALL = ("auto", "cuda")
+# Of a process: its device does nothing more for it.
+_lost = threading.Event()
 
 
 def find_devices(names: str, precision: str = "auto") -> tuple[torch.device, ...]:
@@ -81,7 +81,7 @@ def find_devices(names: str, precision: str = "auto") -> tuple[torch.device, ...
     precisions = {find_precision(precision, device): device for device in devices}
     if len(precisions) > 1:
         differing = " and ".join(f"{device} in {name}" for name, device in precisions.items())
-        raise ConfigError(f"the devices would compute differently, {differing}: choose some of a kind, or --precision.")
+        raise ConfigError(f"the devices differ, {differing}: choose some of a kind, or --precision fp32.")
     return tuple(devices)
 
 
@@ -243,14 +243,16 @@ def _serve_one(line: socket.socket, device: torch.device, free: queue.SimpleQueu
 
 
 def _events(events_of: EventsOf, device: torch.device, work: Mapping[str, Any]) -> Generator[Event, None, None]:
+    if _lost.is_set():
+        os._exit(1)  # this run would fail here, and so would all after it
     run = same_run(work, wait=True)
     try:
         yield from events_of(run)
     except torch.OutOfMemoryError as error:
         raise memory_error(run, error) from error
     except Exception:
-        if not _computes(device):  # nor would any other run here: end, and leave them to other devices
-            threading.Timer(_LAST_WORDS, os._exit, (1,)).start()
+        if not _computes(device):
+            _lost.set()
         raise
 
 
