@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ratp.capture import RECORDING
-from ratp.errors import ConfigError
+from ratp.errors import ConfigError, RatpError
 from ratp.events import Event, Trained
 from ratp.notes import print_plainly
 from ratp.plan import find_device
@@ -218,7 +218,13 @@ class _DeviceLane:
 
 
 def serve(channel: int, device: str, lanes: int) -> None:
-    """Makes runs, in a thread for every socket that comes over another, until all are closed at the other end."""
+    """Makes runs, in a thread for every socket that comes over another, until all are closed at the other end.
+
+    Args:
+        channel: The socket over which the others come.
+        device: What to compute on.
+        lanes: How many others there are at most.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process decides
     print_plainly()
     place = torch.device(device)
@@ -250,6 +256,8 @@ def _events(events_of: EventsOf, device: torch.device, work: Mapping[str, Any]) 
         yield from events_of(run)
     except torch.OutOfMemoryError as error:
         raise memory_error(run, error) from error
+    except RatpError:
+        raise
     except Exception:
         if not _computes(device):
             _lost.set()
@@ -261,6 +269,8 @@ def _computes(device: torch.device) -> bool:
     try:
         with RECORDING:
             return bool(torch.ones(1, device=device).item())
+    except torch.OutOfMemoryError:  # other runs may have it
+        return True
     except Exception:
         return False
 

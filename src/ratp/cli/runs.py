@@ -47,7 +47,7 @@ Jobs = Annotated[
     typer.Option(
         "--jobs",
         "-j",
-        help="How many runs to make at once on each device; auto: as many as cores, on a GPU 8 with DTN.",
+        help="How many runs to make at once, with several devices on each; auto: all cores, on a GPU 8 with DTN.",
     ),
 ]
 Precision = Annotated[
