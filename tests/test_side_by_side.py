@@ -411,13 +411,13 @@ class TestThreads:
 class TestChoices:
     def test_as_many_as_cores(self, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-        assert auto([Run(toy_plan(), tmp_path)]) == 3
+        assert auto([Run(toy_plan(), tmp_path)], torch.device("cpu")) == 3
 
     @pytest.mark.parametrize(("backbones", "count"), [("dtn dtn", 8), ("dtn resnet50", 1), ("resnet50 resnet50", 1)])
     def test_small_networks_share_a_gpu_and_large_ones_follow_one_another(self, backbones, count):
         recipes = [replace(toy_plan().recipe, network=NetworkConfig(name)) for name in backbones.split()]
-        plans = [SimpleNamespace(device=torch.device("cuda"), recipe=recipe) for recipe in recipes]
-        assert auto([SimpleNamespace(plan=plan) for plan in plans]) == count
+        plans = [SimpleNamespace(recipe=recipe) for recipe in recipes]
+        assert auto([SimpleNamespace(plan=plan) for plan in plans], torch.device("cuda")) == count
 
     def test_devices_and_precisions_follow_one_another(self):
         def run(device, precision):

@@ -375,7 +375,7 @@ class _Work:
 
 def _needs(run: Run) -> dict[str, float]:
     """What a run takes of a cluster: a core, and on GPUs one or its share of one."""
-    return {"CPU": 1.0, "GPU": 1 / auto([run])} if run.plan.device.type == "cuda" else {"CPU": 1.0}
+    return {"CPU": 1.0, "GPU": 1 / auto([run], run.plan.device)} if run.plan.device.type == "cuda" else {"CPU": 1.0}
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -131,9 +131,9 @@ class Run:
         """Accuracies of the stages finished so far."""
         return Matrix(self.stream.order)
 
-    def forget(self) -> None:
-        """Lets go of images and networks; what is needed again is loaded again."""
-        for name in ("stream", "config", "_models", "method", "matrix"):
+    def forget(self, *, images: bool = True) -> None:
+        """Lets go of images and networks, or of networks alone; what is needed again is loaded again."""
+        for name in ("method", *(("stream", "config", "_models", "matrix") if images else ())):
             self.__dict__.pop(name, None)
 
     def execute(self) -> RunRecord:

@@ -17,9 +17,9 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 import torch
 
@@ -35,21 +35,59 @@ from ratp.stream import DataOptions
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _START = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); settings = json.loads(sys.argv[1]); "
-    "sys.path[:] = settings['path']; from ratp.run_process import serve; serve(settings['channel'])"
+    "sys.path[:] = settings.pop('path'); from {module} import serve; serve(**settings)"
 )
+# Seconds in which a process that is gone can be asked how it ended.
+_PATIENCE = 5.0
 _ERRORS: Mapping[str, type[RatpError]] = {kind.__name__: kind for kind in (RunDirectoryError, TrainingError, RatpError)}
 _EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in (StageStarted, Probed, StageFinished)}
+Process = subprocess.Popen[bytes]
 
 
 class OtherPlanError(Exception):
     """A plan is not what its request resolves to, so that no other process can make the run."""
 
 
-class RunProcess:
-    """A process that makes runs, one after another; it is started with the first."""
+class ProcessGoneError(RatpError):
+    """The process that made a run has ended, and did not say why."""
+
+
+class Host(Protocol):
+    """Has a process that makes runs, started when it is needed."""
+
+    def join(self) -> tuple[Process, socket.socket]:
+        """The process, and a socket over which it takes runs."""
+
+    def leave(self) -> None:
+        """To be called for every ``join``, once the socket is closed at both ends."""
+
+
+class _OwnProcess:
+    """A process for one who sends it runs, which ends with him."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
+
+    def join(self) -> tuple[Process, socket.socket]:
+        self._process, ours = start_process("ratp.run_process", {}, ONE_THREAD)
+        return self._process, ours
+
+    def leave(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+
+
+class RunProcess:
+    """A process that makes runs, one after another; it is started with the first.
+
+    Args:
+        host: Has the process; by default it is one of its own.
+        device: What the device is called there; by default as here.
+    """
+
+    def __init__(self, host: Host | None = None, device: torch.device | None = None) -> None:
+        self._host, self._device = host or _OwnProcess(), device
+        self._process: Process | None = None
         self._socket: socket.socket | None = None
         self._channel: Any = None
 
@@ -60,7 +98,7 @@ class RunProcess:
             OtherPlanError: If the run cannot be made elsewhere; nothing has been done then.
             RatpError: As in this process, or if the other one ends unexpectedly.
         """
-        work = json.dumps(_work(run)).encode()
+        work = json.dumps(_work(run, self._device)).encode()
         self._start()
         ended = False
         try:
@@ -79,8 +117,8 @@ class RunProcess:
                 self.close()
 
     def close(self) -> None:
-        """Lets the process end, after the step it is at."""
-        if self._process is None or self._socket is None:
+        """Lets the process end, after the step it is at, unless others send it runs too."""
+        if self._socket is None:
             return
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -90,27 +128,13 @@ class RunProcess:
         with suppress(OSError):
             self._channel.close()
         self._socket.close()
-        self._process.wait()
         self._process = self._socket = None
+        self._host.leave()
 
     def _start(self) -> None:
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            settings = json.dumps({"channel": theirs.fileno(), "path": sys.path})
-            try:
-                self._process = subprocess.Popen(  # noqa: S603 - this Python, no shell
-                    [sys.executable, "-P", "-c", _START, settings],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env={**os.environ, **ONE_THREAD},
-                )
-            except OSError as error:
-                ours.close()
-                raise RatpError(f"cannot start another process: {error.strerror}. Run fewer at once.") from error
-        self._socket, self._channel = ours, ours.makefile("rwb")
+        if self._socket is None:
+            self._process, self._socket = self._host.join()
+            self._channel = self._socket.makefile("rwb")
 
     def _write(self, data: bytes) -> None:
         try:
@@ -129,26 +153,62 @@ class RunProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _gone(self) -> RatpError:
+    def _gone(self) -> ProcessGoneError:
         assert self._process is not None
         process = self._process
         self.close()
-        code = process.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return RatpError(
+        try:
+            code = process.wait(_PATIENCE)
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = "it no longer answers"
+        return ProcessGoneError(
             f"the process of this run ended unexpectedly ({how}). If memory ran out, run fewer at once. "
             "Finished stages are kept: the same run goes on after them."
         )
 
 
-def _work(run: Run) -> dict[str, Any]:
+def start_process(
+    module: str, settings: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[Process, socket.socket]:
+    """Starts this Python once more, to call the function ``serve`` of a module.
+
+    Args:
+        module: Name of the module.
+        settings: Arguments of the function, as plain data; ``channel`` is added, its end of a socket.
+        environment: What its environment has beside this process's.
+
+    Returns:
+        The process, and the other end of the socket.
+
+    Raises:
+        RatpError: If that is not possible.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        told = json.dumps({**settings, "channel": theirs.fileno(), "path": sys.path})
+        try:
+            process = subprocess.Popen(  # noqa: S603 - this Python, no shell
+                [sys.executable, "-P", "-c", _START.format(module=module), told],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **environment},
+            )
+        except OSError as error:
+            ours.close()
+            raise RatpError(f"cannot start another process: {error.strerror}. Run fewer at once.") from error
+    return process, ours
+
+
+def _work(run: Run, device: torch.device | None) -> dict[str, Any]:
     """All another process needs to make the same run, and to know that it is the same.
 
     Raises:
         OtherPlanError: If the plan was made by hand.
     """
     return {
-        **described(run.plan),
+        **described(run.plan if device is None else replace(run.plan, device=device)),
         "fingerprint": run.config["fingerprint"],
         "folder": os.fspath(run.folder),
         "options": options_of(run),
@@ -274,18 +334,52 @@ def serve(channel: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process decides
     torch.set_num_threads(1)
     print_plainly()
+    answer(socket.socket(fileno=channel), lambda work: same_run(work).events())
+
+
+def answer(
+    connection: socket.socket,
+    events_of: Callable[[Mapping[str, Any]], Generator[Event, None, None]],
+    passed: Callable[[Event], Event | None] = lambda event: event,
+) -> None:
+    """Makes runs as asked for over a socket, in this thread, until it is closed at the other end.
+
+    Args:
+        connection: The socket; it is closed in the end.
+        events_of: Begins a run that is asked for.
+        passed: What to tell of an event; None: nothing. By default all is told.
+    """
     inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     nobody = threading.Event()
-    with socket.socket(fileno=channel) as connection, suppress(BrokenPipeError, ConnectionResetError):
+
+    def send(told_of: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(told_of).encode() + b"\n")
+        answers.flush()
+
+    def make(work: Mapping[str, Any]) -> None:
+        """Makes one run and tells all about it."""
+        with closing(events_of(work)) as events:
+            for event in events:
+                if (telling := passed(event)) is not None:
+                    send(encoded(telling))
+                if nobody.is_set():
+                    return
+        send({"finished": True})
+
+    with suppress(BrokenPipeError, ConnectionResetError), connection:
         requests, answers = connection.makefile("rb"), connection.makefile("wb")
         threading.Thread(target=_listen, args=(requests, inbox, nobody), daemon=True).start()
-
-        def send(answer: Mapping[str, Any]) -> None:
-            answers.write(json.dumps(answer).encode() + b"\n")
-            answers.flush()
-
-        while (work := inbox.get()) is not None and not nobody.is_set():
-            _make(work, send, nobody)
+        try:
+            while (work := inbox.get()) is not None and not nobody.is_set():
+                try:
+                    make(work)
+                except (BrokenPipeError, ConnectionResetError):
+                    raise
+                except Exception as error:
+                    send(told(error))
+        finally:
+            with suppress(OSError):  # the files above keep the socket open, though nobody will answer any more
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _listen(requests: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any] | None], nobody: threading.Event) -> None:
@@ -296,24 +390,12 @@ def _listen(requests: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any] | None],
     inbox.put(None)
 
 
-def _make(work: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None], nobody: threading.Event) -> None:
-    """Makes one run and tells all about it."""
-    try:
-        run = _same_run(work)
-        with closing(run.events()) as events:
-            for event in events:
-                send(encoded(event))
-                if nobody.is_set():
-                    return
-        send({"finished": True})
-    except (BrokenPipeError, ConnectionResetError):
-        raise
-    except Exception as error:
-        send(told(error))
-
-
-def _same_run(work: Mapping[str, Any]) -> Run:
+def same_run(work: Mapping[str, Any], *, wait: bool = False) -> Run:
     """The run asked for.
+
+    Args:
+        work: What was sent.
+        wait: As for :class:`ratp.run.Run`.
 
     Raises:
         OtherPlanError: If it is another than in the process that asks.
@@ -322,7 +404,7 @@ def _same_run(work: Mapping[str, Any]) -> Run:
         plan = planned(work)
     except ConfigError as error:
         raise OtherPlanError from error
-    run = Run(plan, work["folder"], **work["options"])
+    run = Run(plan, work["folder"], **work["options"], wait=wait)
     if run.config["fingerprint"] != work["fingerprint"]:
         raise OtherPlanError
     return run

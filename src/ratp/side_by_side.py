@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -32,6 +33,7 @@ MOST_ON_GPU = 15
 SMALL_ON_GPU = 8
 Result = RunRecord | RatpError
 Listener = Callable[[Run, Event], None]
+EventsOf = Callable[[Run], Generator[Event, None, None]]
 
 
 def run_all(
@@ -60,22 +62,51 @@ def run_all(
         ConfigError: If ``at_once`` is no number of runs.
     """
     check_at_once(at_once)
+    return make_all(runs, partial(_lanes, at_once=at_once), on_event, on_end)
+
+
+def make_all(
+    runs: Sequence[Run],
+    lanes_for: Callable[[Sequence[Run]], Sequence[Lane]],
+    on_event: Listener | None = None,
+    on_end: Callable[[Run, Result], None] | None = None,
+) -> list[Result]:
+    """As :func:`run_all`, by whatever lanes.
+
+    Args:
+        runs: What to run.
+        lanes_for: Lanes for runs that may share a process; none if they are to follow one another in this thread.
+        on_event: As for ``run_all``.
+        on_end: Likewise.
+    """
     work = _Work(runs, on_event, on_end)
     for group in _groups(runs):
-        members = [runs[index] for index in group]
-        count = min(len(group), at_once or auto(members))
-        device = members[0].plan.device
-        if device.type == "cuda":
-            count = min(count, MOST_ON_GPU, 1 if any(map(_draws_globally, members)) else MOST_ON_GPU)
-        if count == 1:
-            work.in_turn(group)
-        elif device.type == "cuda":
-            torch.cuda.synchronize(device)  # what was built so far was built on another stream
-            streams = distinct_streams(device, 2 * count)
-            work.at_once(group, [_StreamLane(device, *pair) for pair in zip(streams[::2], streams[1::2], strict=True)])
+        lanes = lanes_for([runs[index] for index in group])
+        if lanes:
+            work.at_once(group, lanes)
         else:
-            work.at_once(group, [_ProcessLane() for _ in range(count)])
+            work.in_turn(group)
     return work.done()
+
+
+def _lanes(runs: Sequence[Run], at_once: int | None) -> Sequence[Lane]:
+    """Lanes for runs on one device; none if they follow one another in this thread."""
+    device = runs[0].plan.device
+    count = min(len(runs), at_once or auto(runs, device))
+    if device.type == "cuda":
+        count = min(count, most_in_process(runs))
+    if count == 1:
+        return []
+    if device.type != "cuda":
+        return [_ProcessLane() for _ in range(count)]
+    torch.cuda.synchronize(device)  # what was built so far was built on another stream
+    return stream_lanes(device, count)
+
+
+def stream_lanes(device: torch.device, count: int) -> list[_StreamLane]:
+    """So many lanes on a GPU, of which each has streams of its own."""
+    streams = distinct_streams(device, 2 * count)
+    return [_StreamLane(device, *pair) for pair in zip(streams[::2], streams[1::2], strict=True)]
 
 
 def check_at_once(at_once: int | None) -> None:
@@ -88,9 +119,9 @@ def check_at_once(at_once: int | None) -> None:
         raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
 
 
-def auto(runs: Sequence[Run]) -> int:
-    """How many runs of one device to make at once: as many as cores; on a GPU, several if their networks are small."""
-    if runs[0].plan.device.type == "cuda":
+def auto(runs: Sequence[Run], device: torch.device) -> int:
+    """How many runs to make at once on a device: as many as cores; on a GPU, several if their networks are small."""
+    if device.type == "cuda":
         return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == "dtn" for run in runs) else 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -103,9 +134,9 @@ def _groups(runs: Sequence[Run]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _draws_globally(run: Run) -> bool:
-    """Whether layers may draw from the device's default generator, which threads would share."""
-    return run.plan.recipe.network.backbone.startswith(TIMM)
+def most_in_process(runs: Sequence[Run]) -> int:
+    """How many of these runs may share a process: one if layers may draw from its default generator."""
+    return 1 if any(run.plan.recipe.network.backbone.startswith(TIMM) for run in runs) else MOST_ON_GPU
 
 
 def distinct_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
@@ -119,8 +150,24 @@ def distinct_streams(device: torch.device, count: int) -> list[torch.cuda.Stream
     raise RatpError(f"{device} has no {count} streams. Run fewer at once.")
 
 
+class Lane(Protocol):
+    """Makes runs, one after another."""
+
+    def events(self, run: Run) -> Generator[Event, None, None]:
+        """As :meth:`ratp.run.Run.events`."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it can make no more."""
+
+    def close(self) -> None:
+        """Ends whatever it has."""
+
+
 class _ProcessLane:
     """Makes runs in another process, one after another."""
+
+    gave_up = False
 
     def __init__(self) -> None:
         self._process = RunProcess()
@@ -134,6 +181,8 @@ class _ProcessLane:
 
 class _StreamLane:
     """Makes runs in the thread that asks, on streams of its own, one after another."""
+
+    gave_up = False
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, aside: torch.cuda.Stream) -> None:
         self._device, self._stream, self._aside = device, stream, aside
@@ -163,9 +212,6 @@ class _StreamLane:
         """Nothing is left open."""
 
 
-Lane = _ProcessLane | _StreamLane
-
-
 class _Work:
     """Runs to make, and what became of them."""
 
@@ -181,10 +227,10 @@ class _Work:
     def done(self) -> list[Result]:
         return [self._results[index] for index in range(len(self._runs))]
 
-    def in_turn(self, indices: Iterable[int]) -> None:
+    def in_turn(self, indices: Iterable[int], events_of: EventsOf | None = None) -> None:
         """Makes runs one after another, here."""
         for index in indices:
-            self._make(index, Run.events)
+            self._make(index, events_of or Run.events)
             self._raise_failure()
 
     def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
@@ -207,12 +253,13 @@ class _Work:
                     end.wait()
             raise
         self._raise_failure()
+        self.in_turn(todo, _nobody)
         self.in_turn(sorted(left))
 
     def _serve(self, lane: Lane, todo: deque[int], left: deque[int], end: threading.Event) -> None:
         """Makes runs until there are no more, in a thread of its own."""
         try:
-            while not self._stop.is_set():
+            while not self._stop.is_set() and not lane.gave_up:
                 try:
                     index = todo.popleft()
                 except IndexError:
@@ -227,7 +274,7 @@ class _Work:
         finally:
             end.set()
 
-    def _make(self, index: int, events_of: Callable[[Run], Generator[Event, None, None]]) -> None:
+    def _make(self, index: int, events_of: EventsOf) -> None:
         """Makes one run, keeps its result and tells of it, unless all have to stop."""
         run = self._runs[index]
         self._attempt(index, run, events_of)
@@ -236,7 +283,7 @@ class _Work:
             run.forget()
             _forget_frames(self._results[index])
 
-    def _attempt(self, index: int, run: Run, events_of: Callable[[Run], Generator[Event, None, None]]) -> None:
+    def _attempt(self, index: int, run: Run, events_of: EventsOf) -> None:
         try:
             with closing(events_of(run)) as events:
                 for event in events:
@@ -276,6 +323,12 @@ class _Work:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _nobody(run: Run) -> Generator[Event, None, None]:
+    """Makes no run: whoever could have, gave up."""
+    raise RatpError(f"nothing is left to make {run.folder.name} with, see the errors before. The same command goes on.")
+    yield
 
 
 def _forget_frames(result: Result) -> None:

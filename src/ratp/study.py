@@ -7,17 +7,20 @@ directory, every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 from ratp.files import is_leftover, read_json, safe_name, write_json
 from ratp.lock import is_held
 from ratp.matrix import Matrix
+from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import RunPlan
 from ratp.record import RunRecord, read_run
@@ -226,12 +229,13 @@ def run_study(
     on(runs, at_once=at_once, on_event=on_event, on_end=ended)
 
 
-def find_executor(on: str = "local", ray_address: str | None = None) -> Executor:
+def find_executor(on: str = "local", ray_address: str | None = None, devices: Sequence[torch.device] = ()) -> Executor:
     """What makes runs: ``local`` for this machine, ``ray`` for a cluster (:mod:`ratp.on_ray`).
 
     Args:
         on: Its name.
         ray_address: Address of the cluster, if Ray is not to look for one.
+        devices: Those of this machine, if they are several (:mod:`ratp.on_devices`).
 
     Raises:
         ConfigError: If there is no such, or it cannot be used.
@@ -243,7 +247,7 @@ def find_executor(on: str = "local", ray_address: str | None = None) -> Executor
         return partial(run_all_on_ray, address=ray_address)
     if ray_address is not None:
         raise ConfigError("an address of a Ray cluster needs --on ray.")
-    return run_all
+    return partial(run_all_on_devices, devices=devices) if devices else run_all
 
 
 def run_name(plan: RunPlan) -> str:

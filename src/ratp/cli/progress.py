@@ -20,6 +20,7 @@ from ratp.method import Tick
 from ratp.record import RunRecord
 from ratp.run import Run
 from ratp.side_by_side import run_all
+from ratp.study import Executor
 
 # Reading a loss makes a GPU wait, so the display does it only this often.
 SECONDS_BETWEEN_UPDATES = 0.25
@@ -48,12 +49,12 @@ def follow(run: Run, console: Console, *, quiet: bool) -> None:
 
 
 def follow_all(
-    runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None
+    runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None, on: Executor = run_all
 ) -> list[RunRecord | RatpError]:
     """Drives runs side by side and shows them, as :func:`follow` does; an error is the result of its run only."""
     with interruptible(console) as stop:
         if quiet:
-            return run_all(runs, at_once=at_once, on_event=lambda run, event: stop.check())
+            return on(runs, at_once=at_once, on_event=lambda run, event: stop.check())
         with _displays(runs, console) as show:
             watchers = {id(run): _Watcher(show(run, label)) for run, label in zip(runs, labels(runs), strict=True)}
 
@@ -61,7 +62,7 @@ def follow_all(
                 watchers[id(run)].see(event)
                 stop.check()
 
-            results = run_all(runs, at_once=at_once, on_event=see)
+            results = on(runs, at_once=at_once, on_event=see)
     for run, result in zip(runs, results, strict=True):
         if isinstance(result, RunRecord) and not watchers[id(run)].any_event:
             _say_complete(run, console)

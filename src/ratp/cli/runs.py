@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.markup import escape
 
@@ -17,9 +18,11 @@ from ratp.cli.progress import follow, follow_all
 from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.methods import METHODS
+from ratp.on_devices import find_devices
 from ratp.plan import DEFAULT_PRESET, RunPlan, RunRequest, resolve
 from ratp.record import RunRecord
 from ratp.run import SAVE_EVERY, Run
+from ratp.study import Executor, find_executor
 
 DEMO_METHODS = ("source-only", "ratp")
 
@@ -32,10 +35,20 @@ Data = Annotated[
 OnBadImage = Annotated[
     str, typer.Option("--on-bad-image", help="Files that are no usable images: stop with their names, or skip them.")
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, cuda:1, … or auto. Several runs use all GPUs with cuda and auto, or those of a list: "
+        "cuda:0,cuda:2.",
+    ),
+]
 Jobs = Annotated[
     str,
-    typer.Option("--jobs", "-j", help="How many runs to make at once; auto: as many as cores, on a GPU 8 with DTN."),
+    typer.Option(
+        "--jobs",
+        "-j",
+        help="How many runs to make at once, with several devices on each; auto: all cores, on a GPU 8 with DTN.",
+    ),
 ]
 Precision = Annotated[
     str, typer.Option(help="How a GPU multiplies: fp32, tf32, bf16, or auto: tf32 where there is one.")
@@ -149,6 +162,7 @@ def run(
     """
     request_changes, problems = _parse_changes(changes or [])
     at_once = parse_jobs(jobs, problems)
+    first, devices = parse_devices(device, precision, problems)
     methods = [name for given in methods or ["ratp"] for name in (METHODS if given == "all" else [given])]
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     with decoding(stderr(), quiet=quiet or json_) as progress:
@@ -162,7 +176,7 @@ def run(
                 seed=seed,
                 changes=request_changes,
                 subset=subset,
-                device=device,
+                device=first,
                 precision=precision,
                 source=source,
                 targets=tuple(targets or ()),
@@ -185,7 +199,7 @@ def run(
         else:
             several = _prepare_all(plans, _folders(plans, out), **how)
     if len(plans) > 1:
-        _run_several(several, out, at_once, quiet=quiet, json_=json_)
+        _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
         return
     if not (quiet or json_):
         print_notes(current.stream, stderr())
@@ -203,7 +217,9 @@ def run(
         say(f"Next: ratp report {shlex.quote(str(current.folder))}")
 
 
-def _run_several(runs: Sequence[Run], out: Path | None, at_once: int | None, *, quiet: bool, json_: bool) -> None:
+def _run_several(
+    runs: Sequence[Run], out: Path | None, at_once: int | None, on: Executor, *, quiet: bool, json_: bool
+) -> None:
     """Makes runs side by side, compares them and says where they are; those that failed come last."""
     if not (quiet or json_):
         said = []
@@ -212,7 +228,7 @@ def _run_several(runs: Sequence[Run], out: Path | None, at_once: int | None, *, 
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr())
-    records, failed = _sorted_out(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once))
+    records, failed = _sorted_out(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
@@ -257,17 +273,19 @@ def demo(
     from ratp.report.page import write_report
     from ratp.report.terminal import print_report
 
-    requests = [RunRequest(method=m, seed=s, device=device) for s in seeds or ["2022"] for m in DEMO_METHODS]
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
+    first, devices = parse_devices(device, "auto", problems)
+    requests = [RunRequest(method=m, seed=s, device=first) for s in seeds or ["2022"] for m in DEMO_METHODS]
     plans = _resolve_all(requests, problems)
     runs = _prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
-    if len(runs) == len(DEMO_METHODS) and at_once is None:
+    if len(runs) == len(DEMO_METHODS) and at_once is None and "," not in device:
         for current in runs:
             follow(current, stderr(), quiet=quiet or json_)
         results: list[RunRecord | RatpError] = [current.record() for current in runs]
     else:
-        results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once)
+        executor = find_executor(devices=devices)
+        results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
     records, failed = _sorted_out(runs, results)
     page = write_report(records, out / "report") if records else None
     if json_:
@@ -333,6 +351,15 @@ def parse_jobs(jobs: str, problems: list[str]) -> int | None:
         return int(jobs)
     problems.append(f"--jobs takes auto or a number of runs, 1 or more, got {jobs!r}; e.g. --jobs 4.")
     return None
+
+
+def parse_devices(device: str, precision: str, problems: list[str]) -> tuple[str, tuple[torch.device, ...]]:
+    """The device that plans are made for, and all of them if they are several. Mistakes are added to ``problems``."""
+    try:
+        return device.partition(",")[0].strip(), find_devices(device, precision)
+    except ConfigError as error:
+        problems += error.problems
+        return "auto", ()
 
 
 def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:

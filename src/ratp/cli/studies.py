@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.runs import Data, Device, Jobs, Json, Precision, Quiet, Weights, parse_jobs
+from ratp.cli.runs import Data, Device, Jobs, Json, Precision, Quiet, Weights, parse_devices, parse_jobs
 from ratp.cli.study_progress import follow_study
 from ratp.errors import ConfigError, RunDirectoryError
 from ratp.plan import RunRequest
@@ -58,16 +58,19 @@ def run(
     """Make all runs of a study that are not finished. The same command continues it."""
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
+    first, devices = parse_devices(device, precision, problems)
+    if on == "ray" and "," in device:
+        problems.append("on a cluster Ray chooses the devices: use --device cuda or cpu, not a list.")
     try:
-        executor = find_executor(on, ray_address)
+        executor = find_executor(on, ray_address, devices)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
         raise ConfigError(problems)
-    base = RunRequest(device=device, precision=precision, weights=weights, data=DataOptions(data))
+    base = RunRequest(device=first, precision=precision, weights=weights, data=DataOptions(data))
     study = _read(file, out, known, base)
     study.claim()
-    follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
+    follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
     _tell(study, json_=json_, quiet=quiet)
     if any(state != "finished" for state in study.states().values()):
         raise typer.Exit(2)

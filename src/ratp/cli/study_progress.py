@@ -21,11 +21,26 @@ from ratp.study import Entry, Executor, Study, run_study
 
 
 def follow_study(
-    study: Study, console: Console, *, quiet: bool, at_once: int | None = None, on: Executor = run_all
+    study: Study,
+    console: Console,
+    *,
+    quiet: bool,
+    at_once: int | None = None,
+    on: Executor = run_all,
+    between_steps: bool = True,
 ) -> None:
-    """Makes all runs of a study and shows it. Ctrl-C ends the program with a word on how to go on."""
+    """Makes all runs of a study and shows it. Ctrl-C ends the program with a word on how to go on.
+
+    Args:
+        study: What to run.
+        console: Where to show it.
+        quiet: Whether to show nothing.
+        at_once: How many runs at a time.
+        on: What makes them.
+        between_steps: Whether that tells of steps; if not, Ctrl-C waits for none.
+    """
     make = partial(run_study, study, at_once=at_once, on=on)
-    with interruptible(console, between_steps=on is run_all) as stop:
+    with interruptible(console, between_steps=between_steps) as stop:
         if quiet:
             make(on_event=lambda run, event: stop.check())
             return

@@ -1,0 +1,471 @@
+"""Several devices of one machine: they share the runs, each gives what it gives on one, and none can harm another.
+
+Two processes on the processor stand for two GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ratp.on_devices as on_devices
+from helpers import TINY, files_of, journal_of, ratp, toy_plan
+from own_images import images, put
+from ratp.errors import ConfigError
+from ratp.events import StageFinished, StageStarted, Trained
+from ratp.method import Tick
+from ratp.on_devices import find_devices, run_all_on_devices
+from ratp.plan import RunRequest
+from ratp.record import RunRecord
+from ratp.run import Run
+from ratp.run_process import ProcessGoneError
+from ratp.study import find_executor, run_study
+from ratp.study_file import read_study
+from tiny_study import traces
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CPU = torch.device("cpu")
+SEEDS = (1, 2, 3, 4, 5)
+# A method that says who makes it, and waits before its second stage for as long as it is held.
+GATE = """
+import os, time
+from pathlib import Path
+from ratp.methods.shot import SHOT
+
+class Gate(SHOT):
+    name = "gate"
+
+    def target_phases(self, domain):
+        seed = self.setting.randomness.seed
+        if domain.name == "mud":
+            Path(f"made-{seed}-{os.getpid()}").touch()
+            while Path(f"hold-{seed}").exists():
+                time.sleep(0.02)
+        return super().target_phases(domain)
+"""
+
+# The same, of which one finds that its device is gone.
+LOST = (
+    f"""
+import ratp.on_devices
+{GATE}
+        if seed == 1:
+            ratp.on_devices._computes = lambda device: False
+            raise RuntimeError("the GPU has fallen off the bus")
+""".replace("        return super().target_phases(domain)\n", "", 1)
+    + "        return super().target_phases(domain)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A study of five runs, made on one device, one after the other."""
+    folder = tmp_path_factory.mktemp("gate")
+    for seed, name in enumerate(("ink", "mud", "fog")):
+        put(folder / "pictures" / name, images(count=4, seed=seed))
+    (folder / "gate.py").write_text(GATE)
+    sizes = {**TINY, "steps": 4, "size": 32}
+    settings = ", ".join(f'"{name}" = {value}' for name, value in sizes.items())
+    (folder / "tiny.toml").write_text(
+        '[[grid]]\nstream = "pictures"\norders = ["ink>mud>fog"]\nmethods = ["gate.py"]\n'
+        f'seeds = {list(SEEDS)}\nset = {{ {settings}, "network.backbone" = "dtn" }}\n'
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        result = ratp("study", "run", "tiny.toml", "--out", "undisturbed", "--device", "cpu", "--jobs", "1", "-q")
+        assert result.code == 0, result.err
+    return folder
+
+
+@pytest.fixture
+def gate(undisturbed, tmp_path, monkeypatch):
+    """It, in the current folder."""
+    shutil.copytree(undisturbed, tmp_path / "here", ignore=shutil.ignore_patterns("made-*"))
+    monkeypatch.chdir(tmp_path / "here")
+    return "tiny.toml"
+
+
+def results(place):
+    """The matrices and weights of all runs of a folder."""
+    kept = ("matrix.json", "weights.safetensors")
+    return {name: data for name, data in files_of(Path(place)).items() if Path(name).name in kept}
+
+
+def hold(*seeds):
+    for seed in seeds:
+        Path(f"hold-{seed}").touch()
+
+
+def let_go():
+    for mark in Path().glob("hold-*"):
+        mark.unlink()
+
+
+def makers():
+    """Who makes, or made, which run: the process of every seed."""
+    return {int(mark.name.split("-")[1]): int(mark.name.split("-")[2]) for mark in Path().glob("made-*")}
+
+
+def wait_for(count, process=None):
+    """Until so many runs have come to their second stage."""
+    patience = time.monotonic() + 120
+    while len(makers()) < count:
+        assert process is None or process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    return makers()
+
+
+def alive(pids):
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def run_on_two(path, place="out", **how):
+    """Makes a study on two devices, or goes on with it; tells what became of its runs, by seed."""
+    study = read_study(path, Path(place), RunRequest(device="cpu"))
+    study.claim()
+    ends, told = {}, how.pop("on_end", lambda ends: None)
+
+    def end(entry, result):
+        ends[entry.plan.seed] = result
+        told(ends)
+
+    run_study(study, on=find_executor(devices=find_devices("cpu,cpu")), on_end=end, **how)
+    return ends
+
+
+class TestSharing:
+    def test_whoever_is_free_takes_the_next_and_all_is_as_on_one_device(self, gate):
+        """One run is held until all others have ended: its process makes one, the other all the rest."""
+        events = {}
+        hold(1)
+        ends = run_on_two(
+            gate,
+            at_once=1,
+            on_event=lambda run, event: events.setdefault(run.plan.seed, []).append(event),
+            on_end=lambda ends: let_go() if len(ends) == 4 else None,
+        )
+        assert all(isinstance(result, RunRecord) for result in ends.values())
+        assert sorted(Counter(makers().values()).values()) == [1, 4]
+        assert os.getpid() not in makers().values()
+        assert not alive(makers().values())
+        assert results("out") == results("undisturbed")
+        for seed in SEEDS:
+            assert sum(event.tick.made for event in events[seed] if isinstance(event, Trained)) == 24
+            assert [event.stage for event in events[seed] if isinstance(event, StageFinished)] == [0, 1, 2]
+
+    def test_several_at_once_in_a_process(self, gate):
+        """From the command line: four go on at the same time, in two processes."""
+        hold(*SEEDS)
+
+        def watch():
+            seen.update(wait_for(4))
+            let_go()
+
+        seen = {}
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        result = ratp("study", "run", gate, "--out", "out", "--device", "cpu, cpu", "--jobs", 2)
+        watcher.join()
+        assert result.code == 0, result.err
+        assert sorted(Counter(seen.values()).values()) == [2, 2]
+        assert "5 of 5 runs to make" in result.err
+        assert results("out") == results("undisturbed")
+
+    def test_one_run_alone_is_made_here(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(on_devices, "_DeviceProcess", None)
+        (record,) = run_all_on_devices([Run(toy_plan(), tmp_path / "run")], devices=[CPU, CPU])
+        assert record.matrix.complete
+
+    def test_a_plan_made_by_hand_is_run_here(self, tmp_path):
+        runs = [Run(replace(toy_plan(seed=seed), request=None), tmp_path / str(seed)) for seed in (1, 2)]
+        told = set()
+        records = run_all_on_devices(
+            runs, devices=[CPU, CPU], at_once=1, on_event=lambda run, event: told.add(threading.get_ident())
+        )
+        assert all(record.matrix.complete for record in records)
+        assert told == {threading.get_ident()}
+
+    def test_places(self, tmp_path, monkeypatch):
+        """No more lanes than runs, as many on each device; those on the processor share its cores."""
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+        runs = [Run(toy_plan(seed=seed), tmp_path / str(seed), wait=True) for seed in range(30)]
+
+        def lanes(count, *devices, at_once=None):
+            made = on_devices._lanes(runs[:count], [torch.device(name) for name in devices], at_once)
+            processes = [lane._runs._host for lane in made]
+            return [list(map(id, processes)).count(id(p)) for p in {id(p): p for p in processes}.values()]
+
+        assert lanes(30, "cuda:0", "cuda:1") == [8, 8]
+        assert lanes(3, "cuda:0", "cuda:1") == [2, 1]
+        assert lanes(2, "cuda:0", "cuda:1", "cuda:2") == [1, 1]
+        assert lanes(30, "cuda:0", "cuda:0", at_once=3) == [3, 3]
+        assert lanes(30, "cpu", "cpu") == [3, 3]
+        assert lanes(30, "cuda:0", "cpu") == [8, 6]
+        network = replace(runs[0].plan.recipe.network, backbone="timm:resnet18")
+        runs[0].plan = replace(runs[0].plan, recipe=replace(runs[0].plan.recipe, network=network))
+        assert lanes(30, "cuda:0", "cuda:1", at_once=4) == [1, 1]
+
+
+class TestTrouble:
+    def test_a_process_that_is_killed(self, gate):
+        """Its two runs fail, all others are made; the same call goes on with them, and ends as if nothing had been."""
+        hold(*SEEDS)
+
+        def kill():
+            made = wait_for(4)
+            killed.update(seed for seed, pid in made.items() if pid == made[1])
+            os.kill(made[1], signal.SIGKILL)
+            let_go()
+
+        killed = set()
+        killer = threading.Thread(target=kill)
+        killer.start()
+        ends = run_on_two(gate, at_once=2)
+        killer.join()
+        assert len(killed) == 2
+        assert {seed for seed, result in ends.items() if isinstance(result, ProcessGoneError)} == killed
+        assert all("signal 9" in str(ends[seed]) for seed in killed)
+        assert sorted(ends) == [*SEEDS]
+        again = run_on_two(gate, at_once=1)
+        assert {*again} == killed
+        assert results("out") == results("undisturbed")
+
+    def test_a_process_that_loses_its_device(self, gate):
+        """The run that met it says why, the next is not made there, and a new process goes on. So do the others."""
+        Path("gate.py").write_text(LOST)
+        study = read_study(gate, Path("out"), RunRequest(device="cpu"))
+        study.claim()
+        mine = study.entries[4].folder
+        put(mine, {"thesis.txt": b"mine"})
+        hold(2)
+        ends = run_on_two(gate, at_once=1, on_end=lambda ends: let_go() if len(ends) == 4 else None)
+        assert "the GPU has fallen off the bus" in str(ends[1])
+        assert "exit code 1" in str(ends[3])
+        assert isinstance(ends[3], ProcessGoneError)
+        assert "thesis.txt" in str(ends[5])
+        assert [seed for seed in SEEDS if isinstance(ends[seed], RunRecord)] == [2, 4]
+        assert files_of(mine) == {"thesis.txt": b"mine"}
+
+    def test_a_device_whose_processes_die_leaves_the_rest_to_the_others(self, tmp_path, monkeypatch):
+        broken = [torch.device("cuda", 1)]
+
+        class Doomed:
+            def __init__(self, host, device):
+                self._host = host
+
+            def events(self, run):
+                if self._host.device.type in {device.type for device in broken}:
+                    raise ProcessGoneError("signal 9")
+                yield from run.events()
+
+            def close(self):
+                pass
+
+        monkeypatch.setattr(on_devices, "RunProcess", Doomed)
+        runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(6)]
+        made = run_all_on_devices(runs, devices=[CPU, *broken], at_once=1)
+        assert [type(result) for result in made].count(ProcessGoneError) == on_devices.MOST_DEATHS
+        assert [type(result) for result in made].count(RunRecord) == 6 - on_devices.MOST_DEATHS
+        broken.append(CPU)
+        ended = []
+        made = run_all_on_devices(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
+        assert [type(result) for result in made].count(ProcessGoneError) == 2 * on_devices.MOST_DEATHS
+        assert len([result for result in made if "nothing is left to make" in str(result)]) == 2
+        assert len(ended) == 6
+
+
+def start(*words):
+    """Starts the program in a process of its own, which computes as these tests do."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu,cpu", "--jobs", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+class TestInterruption:
+    def test_all_stop_at_a_step_and_go_on(self, gate):
+        hold(*SEEDS)
+        process = start(gate, "--out", "out")
+        try:
+            workers = {*wait_for(4, process).values()}
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            let_go()
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130, said
+        assert said.endswith("\nInterrupted. The same command goes on where it was.\n")
+        assert "Traceback" not in said
+        assert not alive(workers)
+        assert not list(Path("out").glob("*/weights.safetensors"))
+        assert not Path("out/failures").exists()
+        again = ratp("study", "run", gate, "--out", "out", "--device", "cpu", "--jobs", "1", "-q")
+        assert again.code == 0, again.err
+        assert results("out") == results("undisturbed")
+        resumed = [len(journal_of(file.parent, "run_resumed")) for file in Path("out").glob("*/journal.jsonl")]
+        assert sorted(resumed) == [0, 1, 1, 1, 1]
+
+    def test_nobody_goes_on_when_the_program_is_killed(self, gate):
+        hold(*SEEDS)
+        process = start(gate, "--out", "out")
+        try:
+            workers = {*wait_for(4, process).values()}
+        finally:
+            process.kill()
+            let_go()
+            process.communicate()
+        assert len(workers) == 2
+        patience = time.monotonic() + 60
+        while alive(workers):
+            assert time.monotonic() < patience
+            time.sleep(0.1)
+        assert not list(Path("out").glob("*/weights.safetensors"))
+
+
+@pytest.fixture
+def _three_gpus(monkeypatch):
+    """Of which the second is an old one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (7, 0) if gpu.index == 1 else (9, 0))
+
+
+@pytest.mark.usefixtures("_three_gpus")
+class TestDevices:
+    @pytest.mark.parametrize("names", ["cpu", "cuda:1", "abacus", ""])
+    def test_one_is_left_to_its_plan(self, names):
+        assert find_devices(names) == ()
+
+    def test_a_list(self):
+        assert find_devices("cuda:0, cuda:2") == (torch.device("cuda", 0), torch.device("cuda", 2))
+        assert find_devices("cpu,cpu") == (CPU, CPU)
+        assert find_devices("cuda:2,cuda:2") == (torch.device("cuda", 2),) * 2
+
+    @pytest.mark.parametrize("names", ["auto", "cuda"])
+    def test_all_gpus(self, names, monkeypatch):
+        """But for those that would compute in another precision than the first."""
+        gpus = [torch.device("cuda", index) for index in range(3)]
+        assert find_devices(names, "fp32") == (*gpus,)
+        assert find_devices(names) == (gpus[0], gpus[2])
+        for count in (0, 1):
+            monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+            assert find_devices(names) == ()
+
+    @pytest.mark.parametrize(
+        ("names", "told"),
+        [
+            ("cuda:0,cuda:7", ["device 'cuda:7' is not here: 3 CUDA device(s) found. Use cpu or auto."]),
+            ("cpu,", ["the devices 'cpu,' have an empty place among them: name every one, e.g. cuda:0,cuda:1."]),
+            (",", ["the devices ',' have an empty place among them: name every one, e.g. cuda:0,cuda:1."]),
+            ("auto,cpu", ["the devices 'auto,cpu' have auto among them: name every one, e.g. cuda:0,cuda:1."]),
+            ("gpu,gpu,cuda:9", ["unknown device 'gpu'. Did you mean 'cpu'?", "device 'cuda:9' is not here"]),
+            ("cuda:0,cuda:1", ["cuda:0 in tf32 and cuda:1 in fp32: choose some of a kind, or --precision fp32."]),
+        ],
+    )
+    def test_wrong_ones(self, names, told):
+        with pytest.raises(ConfigError) as caught:
+            find_devices(names)
+        assert len(caught.value.problems) == len(told)
+        for problem, part in zip(caught.value.problems, told, strict=True):
+            assert part in problem
+
+    @pytest.mark.parametrize(
+        ("shown", "names"), [(None, "0 2"), ("4,5,7", "4 7"), ("GPU-a, GPU-b, GPU-c", "GPU-a GPU-c")]
+    )
+    def test_a_process_sees_its_gpu_alone(self, shown, names, monkeypatch):
+        if shown:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert [on_devices._shown(torch.device("cuda", index)) for index in (0, 2)] == names.split()
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("words", [["run", "--seed", "1", "--seed", "2"], ["demo"], ["study", "run", "tiny.toml"]])
+    @pytest.mark.parametrize("names", ["cpu,,cpu", "cpu,abacus", "cpu,cuda:99"])
+    def test_are_told_before_anything_starts(self, words, names, gate):
+        before = traces(Path())
+        result = ratp(*words, "--device", names)
+        assert (result.code, result.out) == (2, "")
+        assert len(result.err.splitlines()) == 1
+        assert result.err.startswith("error: ")
+        assert traces(Path()) == before
+
+    def test_a_cluster_has_its_own(self, gate):
+        result = ratp("study", "run", gate, "--on", "ray", "--device", "cpu,cpu")
+        assert result.code == 2
+        assert "error: on a cluster Ray chooses the devices" in result.err
+
+
+def test_steps_are_told_of_now_and_then(monkeypatch):
+    """And none is lost: those that were not told of are counted in the next."""
+    now = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    monkeypatch.setattr(on_devices.time, "monotonic", lambda: next(now))
+    pace = on_devices._Pace()
+
+    def trained(step, done=False):
+        return Trained(0, "ink", Tick(None, 0, step, 10, dict, {}, done))
+
+    begin = StageStarted(0, "ink", 40, 60)
+    assert pace(begin) is begin
+    passed = [pace(trained(step, done=step == 50)) for step in (10, 20, 30, 40, 50)]
+    assert [(event.tick.step, event.tick.made) if event else None for event in passed] == [
+        (10, 10), None, None, (40, 30), (50, 10),
+    ]  # fmt: skip
+
+
+# A method whose second stage breaks the GPU for its process.
+BREAKS = """
+import os
+from pathlib import Path
+import torch
+from ratp.methods.shot import SHOT
+
+class Breaks(SHOT):
+    name = "breaks"
+
+    def target_phases(self, domain):
+        Path(f"made-{self.setting.randomness.seed}-{os.getpid()}").touch()
+        if self.setting.randomness.seed == 1:
+            torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
+        return super().target_phases(domain)
+"""
+
+
+@needs_gpu
+class TestOnGPU:
+    """Two processes on one."""
+
+    def test_a_study(self, gate):
+        assert ratp("study", "run", gate, "--out", "one", "--device", "cuda:0", "-q").code == 0
+        for mark in Path().glob("made-*"):
+            mark.unlink()
+        result = ratp("study", "run", gate, "--out", "two", "--device", "cuda:0,cuda:0", "--jobs", "2")
+        assert result.code == 0, result.err
+        assert len({*makers().values()}) == 2
+        assert {*results("two")} == {*results("one")}
+        for file in Path("two").glob("*/environment.json"):
+            assert '"device": "cuda"' in file.read_text()
+
+    def test_a_gpu_that_fails(self, gate):
+        """All runs of its process do, too, and one says why; the others are made."""
+        Path("gate.py").write_text(BREAKS)
+        result = ratp("study", "run", gate, "--out", "out", "--device", "cuda:0,cuda:0", "--jobs", "1")
+        assert result.code == 2
+        assert "device-side assert" in "".join(file.read_text() for file in Path("out/failures").iterdir())
+        assert len(list(Path("out").glob("*/weights.safetensors"))) >= 3
+        assert not alive(makers().values())
