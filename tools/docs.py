@@ -11,8 +11,9 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 from ratp.config import as_dict, switches
@@ -28,7 +29,8 @@ from ratp.streams.benchmarks import DIGITS, PACS
 
 ROOT = Path(__file__).parents[1]
 GUARD_KINDS = {
-    "good": "real domains",
+    "good": "real domains that the model knew in part",
+    "strange": "real domains that it hardly knew",
     "harmful": "real domains, to its harm",
     "hot": "real domains, learning rate far too large",
     "noise": "noise",
@@ -147,14 +149,27 @@ def _mean(values: list[float]) -> str:
     return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
+def _trials() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "guard.json").read_text())["trials"]
+    return rows
+
+
 def guard_trials() -> dict[str, list[dict[str, Any]]]:
     """The stages on which the guard was measured, by what they are."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads((ROOT / "benchmarks" / "guard.json").read_text())["trials"]:
-        real = row["kind"] == "good"
-        kind = GUARD_KINDS["harmful" if real and row["harmful"] else row["kind"]]
-        found.setdefault(kind, []).append(row)
+    for row in _trials():
+        kind = row["kind"]
+        if kind == "good":
+            kind = "harmful" if row["harmful"] else "good" if _knew(row) else "strange"
+        found.setdefault(GUARD_KINDS[kind], []).append(row)
     return {kind: found[kind] for kind in GUARD_KINDS.values() if kind in found}
+
+
+def _knew(row: dict[str, Any]) -> bool:
+    """Whether a model knew a fifth of a domain beyond chance, or won five points from it."""
+    chance = 100 / (7 if row["stream"] == "pacs" else 10)
+    before, after = row["own"]
+    return bool(before - chance >= (100 - chance) / 5 or after - before >= 5)
 
 
 def guard_table() -> str:
@@ -181,6 +196,18 @@ def guard_margins() -> str:
     return "\n".join(lines)
 
 
+def guard_recognition() -> str:
+    """The sign ``recognition`` on real domains, by how much of them the model gets right."""
+    rows = [row for row in _trials() if row["kind"] == "good" and "recognition" in row["signs"]]
+    lines = ["| right before the stage | stages | `recognition`: lowest, median, highest |", "|---|---:|---:|"]
+    for low, high in pairwise((0, 20, 30, 50, 70, 100)):
+        found = [row["signs"]["recognition"] for row in rows if low <= row["own"][0] < high]
+        if found:
+            spread = ", ".join(f"{value:.2f}" for value in (min(found), median(found), max(found)))
+            lines.append(f"| {low} to {high} % | {len(found)} | {spread} |")
+    return "\n".join(lines)
+
+
 def _cell(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -194,6 +221,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "digits methods": digits_methods,
     "guard table": guard_table,
     "guard margins": guard_margins,
+    "guard recognition": guard_recognition,
 }
 
 
