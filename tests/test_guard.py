@@ -244,8 +244,7 @@ def test_a_bad_domain_is_undone_as_if_it_had_never_come(kind, tmp_path):
 
 
 @pytest.mark.faults(FAULT, "a stage on pictures of something else is undone; what was known before it is kept")
-@pytest.mark.parametrize("method", ["shot", "tent"])
-def test_unrelated_pictures_are_undone_and_real_ones_are_not(method, tmp_path):
+def test_unrelated_pictures_are_undone_and_real_ones_are_not(tmp_path):
     """Crops of two photographs, a temple and a flower, for a model of digits."""
     photographs = [torch.tensor(image).permute(2, 0, 1) for image in load_sample_images().images]
     crops = [
@@ -254,8 +253,8 @@ def test_unrelated_pictures_are_undone_and_real_ones_are_not(method, tmp_path):
         for y in range(0, 330, 40)
         for x in range(0, 540, 40)
     ]
-    sizes = {"network.width": 0.25, "epochs": 4, "steps": 60, "lr": 0.005 if method == "shot" else 0.05}
-    plan = resolve(RunRequest("demo", method, "scan>font>photo", changes=sizes, subset=True, device="cpu", guard="act"))
+    sizes = {"network.width": 0.25, "epochs": 3, "steps": 40, "lr": 0.005}
+    plan = resolve(RunRequest("demo", "shot", "scan>font>photo", changes=sizes, subset=True, device="cpu", guard="act"))
 
     def load(codes, size, options):
         found = [item.domain for item in plan.spec.load(codes, size, options)]
