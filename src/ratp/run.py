@@ -492,7 +492,9 @@ class Run:
 
     def _save_samples(self) -> None:
         """Keeps a few source images and what the method makes of them, for the report."""
-        images = self.stream.source.images[:SAMPLE_COUNT]
+        images = self.stream.source.images
+        some = torch.linspace(0, len(images) - 1, min(len(images), SAMPLE_COUNT)).long()  # folders come class by class
+        images = images[some]
         generator = torch.Generator(self.plan.device).manual_seed(0)
         shown = self.method.show(images, generator)
         if shown:
