@@ -35,6 +35,7 @@ from ratp.events import StageFinished
 from ratp.guard import find_mode
 from ratp.methods import METHODS
 from ratp.methods.source_only import SourceOnly
+from ratp.parts.pictures import broken, picture_structure
 from ratp.plan import RunRequest, resolve
 from ratp.randomness import Randomness
 from ratp.record import read_run
@@ -46,12 +47,10 @@ from ratp.signs import (
     Sight,
     Signs,
     View,
-    broken,
     class_spread,
     compare,
     decide,
     kept,
-    picture_structure,
     recognition,
     skill,
     variety,

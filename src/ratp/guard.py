@@ -19,8 +19,9 @@ from torch import Tensor
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError, unknown
 from ratp.method import Method, unpack
+from ratp.parts.pictures import broken, picture_structure
 from ratp.randomness import Randomness
-from ratp.signs import Sight, Verdict, View, broken, compare, decide, picture_structure, recognition
+from ratp.signs import Sight, Verdict, View, compare, decide, recognition
 
 Mode = Literal["off", "record", "act"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -69,11 +70,10 @@ class Watch:
             self._memory, self._memory_labels = memory["images"][chosen], memory["labels"][chosen].cpu()
         usual = picture_structure(self._source)
         self._structure = picture_structure(self._domain) / usual if usual > LEAST_STRUCTURE else 1.0
-        gains = (
-            _gain(method, images, randomness.generator("guard", "pieces")) for images in (self._domain, self._source)
-        )
-        self._recognition = recognition(*gains)
         self._before = self._view(method)
+        looked_at = (self._before.domain, self._domain), (self._before.source, self._source)
+        gains = (_gain(method, *item, randomness.generator("guard", "pieces")) for item in looked_at)
+        self._recognition = recognition(*gains)
 
     def judge(self, method: Method) -> Verdict | None:
         """The verdict on the stage; None if predictions are no numbers any more, which is for others to tell.
@@ -113,7 +113,7 @@ def _look(method: Method, images: Tensor, *, embeds: bool) -> Sight:
     return Sight(probabilities, None if embedding is None else embedding.float().cpu())
 
 
-def _gain(method: Method, images: Tensor, generator: torch.Generator) -> float:
-    """How much surer a model is of images than of the same ones broken."""
+def _gain(method: Method, whole: Sight, images: Tensor, generator: torch.Generator) -> float:
+    """How much surer a model is of images, of which it has seen the whole ones, than of the same ones broken."""
     parts = [_look(method, part, embeds=False).confidence for part in broken(images, generator)]
-    return _look(method, images, embeds=False).confidence - sum(parts) / len(parts) if parts else 0.0
+    return whole.confidence - sum(parts) / len(parts) if parts else 0.0
