@@ -5,20 +5,23 @@ times the number of epochs the phase has. An order is then the source's stage an
 targets; measuring on the test images comes on top.
 
 Benchmarks need their images (``--data`` or ``$RATP_DATA``). Prints a table; ``--out`` keeps the numbers with device and
-versions, and ``tools/docs.py`` makes the columns and tables of costs in ``docs/methods.md`` of them.
+versions, and ``tools/docs.py`` makes the columns and tables of costs in ``docs/methods.md`` of them. If the file has
+other methods, measured with the same device and versions, they stay in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ratp.device_copies import with_images_on
-from ratp.environment import describe_environment
+from ratp.environment import changes, describe_environment
 from ratp.errors import RatpError
 from ratp.evaluate import accuracy
 from ratp.files import write_json
@@ -77,6 +80,15 @@ def measure(plan: RunPlan, stream: Stream) -> dict[str, float]:
     return {name: round(value, 2) for name, value in numbers.items()}
 
 
+def others(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Numbers a file has that were measured in the same way on the same machine."""
+    if not path.exists():
+        return {}
+    kept: dict[str, Any] = json.loads(path.read_text())
+    same = kept["options"] == content["options"] and not changes(kept["environment"], content["environment"])
+    return dict(kept["numbers"]) if same else {}
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -112,7 +124,8 @@ def main() -> None:
         if options.out:
             asked = {key: getattr(options, key) for key in ("stream", "precision")}
             environment = describe_environment(plan.device, plan.precision)
-            write_json(options.out, {"numbers": numbers, "options": asked, "environment": environment})
+            content = {"options": asked, "environment": environment}
+            write_json(options.out, {"numbers": others(options.out, content) | numbers, **content})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -127,8 +127,8 @@ class FakeDevice:
         self.graphs, self.recording, self.log = [], False, []
         self.streams = [SimpleNamespace(name="usual", wait_stream=self._wait("usual"), synchronize=lambda: None)]
         self.default_generators = [FakeGenerator()]
-        self.ends = True
-        for name in ("is_available", "current_device", "Stream", "device", "stream", "current_stream", "graph"):
+        self.ends, self.free = True, 0.9
+        for name in ("is_available", "current_device", "Stream", "device", "stream", "current_stream", "mem_get_info"):
             assert hasattr(torch.cuda, name)
         fake = SimpleNamespace(
             is_available=lambda: True,
@@ -141,7 +141,9 @@ class FakeDevice:
             stream=self._stream,
             current_stream=lambda: self.streams[-1],
             CUDAGraph=self._graph,
-            graph=self._record,
+            mem_get_info=lambda: (self.free * 80e9, 80e9),
+            synchronize=lambda: self.log.append("all is waited for"),
+            empty_cache=lambda: self.log.append("memory is given back"),
         )
         monkeypatch.setattr(capture_module, "torch", SimpleNamespace(cuda=fake, device=torch.device))
         monkeypatch.setattr(capture_module, "_side_stream", fake.Stream)
@@ -165,24 +167,22 @@ class FakeDevice:
     def _graph(self):
         graph = SimpleNamespace(log=[], registered=[])
         graph.register_generator_state = graph.registered.append
+        graph.capture_begin = lambda capture_error_mode: self._begin(graph)
+        graph.capture_end = lambda: self._end(graph)
         graph.replay = lambda: graph.log.append("replay") or self.log.append("replay")
         graph.reset = lambda: graph.log.append("reset")
         self.graphs.append(graph)
         return graph
 
-    @contextmanager
-    def _record(self, graph, stream, capture_error_mode):
-        """Like torch, it leaves the stream set if it cannot end."""
-        self.streams.append(stream)
+    def _begin(self, graph):
+        assert self.streams[-1].name == "aside"
         graph.log.append("begin")
         self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = False
-            if not self.ends:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand more")
-            self.streams.pop()
+
+    def _end(self, graph):
+        self.recording = False
+        if not self.ends:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand more")
         graph.log.append("end")
 
 
@@ -237,6 +237,17 @@ class TestStepper:
             for _ in range(2):
                 step()
         assert device.log == ["aside waits for usual", "step on aside", "usual waits for aside"] * 2
+
+    @pytest.mark.parametrize(("beside_others", "free", "waits"), [(False, 0.9, 1), (True, 0.9, 0), (True, 0.1, 1)])
+    def test_others_are_waited_for_only_where_memory_is_short(self, monkeypatch, beside_others, free, waits):
+        device = FakeDevice(monkeypatch)
+        device.free = free
+        with recording_on("mine") if beside_others else nullcontext(), stepper(lambda: None) as step:
+            for _ in range(WARM_UP + 2):
+                step()
+        emptied = ["all is waited for", "memory is given back"]
+        assert [entry for entry in device.log if entry in emptied] == emptied * waits
+        assert device.graphs[0].log == ["begin", "end", "replay", "replay", "reset"]
 
     @pytest.mark.parametrize("ends", [True, False])
     def test_what_cannot_be_recorded_is_run(self, monkeypatch, ends):

@@ -25,10 +25,11 @@ from ratp.notes import Note
 WARM_UP = 3
 # Steps of a graph, at most: what a replay costs the host, some ten kernels for its generators among it, is then little.
 BUNCH = 10
+# Share of a GPU's memory that must be free for a recording beside other runs; if less is, caches are emptied first.
+ENOUGH = 0.25
 
-# Held while something is recorded or a recording is given up. Torch makes one recording at a time, waits for the whole
-# device and empties its cache before it, none of which another recording survives; and the device's default
-# generator keeps a list of all graphs.
+# Held while something is recorded or a recording is given up. Torch makes one recording at a time, giving back cached
+# memory is nothing a recording survives, and the device's default generator keeps a list of all graphs.
 RECORDING = threading.RLock()
 _thread = threading.local()
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class _CapturedSteps:
         self._step, self._bunch = step, bunch
         self._generators = list({id(generator): generator for generator in generators}.values())
         self._device = next((g.device for g in self._generators), torch.device("cuda", torch.cuda.current_device()))
+        self._alone = getattr(_thread, "stream", None) is None
         self._stream = _side_stream(self._device)
         self._made = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -141,20 +143,29 @@ class _CapturedSteps:
         current.wait_stream(self._stream)
 
     def _record(self) -> torch.cuda.CUDAGraph | None:
-        """The graph of a bunch, which is not run; None, and everything as before, if it cannot be recorded."""
+        """The graph of a bunch, which is not run; None, and everything as before, if it cannot be recorded.
+
+        Memory that torch only keeps is given back first, as ``torch.cuda.graph`` does, but beside other runs only if
+        it is needed: that waits for the work of all of them, and all who want to record wait for it.
+        """
         graph = torch.cuda.CUDAGraph()
         # A recording that breaks off leaves its generators unusable: they then get their state from a copy.
         drawn_from = [*self._generators, torch.cuda.default_generators[torch.cuda.current_device()]]
         copies = [(generator, generator.clone_state()) for generator in drawn_from]
         try:
-            # The stream is set once more, for torch does not set it back if the recording cannot be ended.
-            with torch.cuda.stream(torch.cuda.current_stream()):
-                for generator in self._generators:
-                    graph.register_generator_state(generator)
+            if self._alone or _memory_is_short():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            for generator in self._generators:
+                graph.register_generator_state(generator)
+            with torch.cuda.stream(self._stream):
                 # Only this thread's calls can break it: other threads may go on using the device.
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
                     for _ in range(self._bunch):
                         self._step()
+                finally:
+                    graph.capture_end()
         except Exception as error:  # whatever it is: if the step itself is wrong, running it says so
             for generator, copy in copies:
                 generator.graphsafe_set_state(copy)
@@ -190,6 +201,12 @@ def _obstacle(generators: Sequence[torch.Generator]) -> str | None:
         return "there is no CUDA device"
     elsewhere = [str(generator.device) for generator in generators if generator.device.type != "cuda"]
     return f"the steps draw from a generator on {elsewhere[0]}" if elsewhere else None
+
+
+def _memory_is_short() -> bool:
+    """Whether a recording might not find the memory it needs."""
+    free, total = torch.cuda.mem_get_info()
+    return free < ENOUGH * total
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
