@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -25,6 +26,7 @@ from ratp.published import printed
 from ratp.record import RunRecord, read_run
 from ratp.report.tables import comparison_markdown
 from ratp.signs import LIMITS
+from ratp.stream import StreamSpec
 from ratp.streams.benchmarks import DIGITS, PACS
 
 ROOT = Path(__file__).parents[1]
@@ -124,20 +126,26 @@ def benchmark_table() -> str:
     return "\n\n".join(blocks)
 
 
-def digits_methods() -> str:
-    """Averages of every method on the first order of Digits, each with the paper's beside it."""
-    order = DIGITS.orders["default"]
-    runs = [read_run(path) for path in sorted((ROOT / "results" / "digits").glob("*.json"))]
+def method_averages(spec: StreamSpec, folder: str = "", *, all_methods: bool = True) -> str:
+    """Averages of every method on the first order of a benchmark, each with the paper's beside it.
+
+    Args:
+        spec: The benchmark.
+        folder: Where the results lie in its own folder.
+        all_methods: Whether those that were not run have a row, too.
+    """
+    order = spec.orders["default"]
+    runs = [read_run(path) for path in sorted((ROOT / "results" / spec.name / folder).glob("*.json"))]
     lines = ["| method | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
     for name in METHODS:
         found = [run for run in runs if run.method == name and run.matrix.domains == order]
         if not found:
-            lines.append(f"| `{name}` | not run | – | – | – |")
+            lines += [f"| `{name}` | not run | – | – | – |"] if all_methods else []
             continue
         cells = []
         for metric in METRICS:
-            main = printed("digits", order, metric, "average", name)
-            paper = printed("digits", order, metric, "average", name, "orders") if main is None else main
+            main = printed(spec.name, order, metric, "average", name)
+            paper = printed(spec.name, order, metric, "average", name, "orders") if main is None else main
             ours = _mean([run.matrix.average(metric) for run in found])
             cells.append(ours if paper is None else f"{ours} ({paper:.1f})")
         lines.append(f"| `{name}` | {len(found)} | {' | '.join(cells)} |")
@@ -218,7 +226,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu costs": gpu_costs,
     "switches": switch_table,
     "benchmark table": benchmark_table,
-    "digits methods": digits_methods,
+    "digits methods": partial(method_averages, DIGITS),
+    "pacs methods": partial(method_averages, PACS),
+    "digits own optimiser": partial(method_averages, DIGITS, "own-optimiser", all_methods=False),
+    "pacs own optimiser": partial(method_averages, PACS, "own-optimiser", all_methods=False),
     "guard table": guard_table,
     "guard margins": guard_margins,
     "guard recognition": guard_recognition,

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 
 import source_free_checks as checks
+from helpers import toy_plan
 from ratp.methods.bmd import dynamic_loss
 from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d, affine_parameters
+from ratp.parts.sgd import SGDConfig
 
 NAME = "bmd"
 
@@ -104,3 +106,9 @@ def test_replayed_images_have_no_dynamic_label():
     before = phase._centres.clone()
     phase.after_update(none, output)
     assert torch.equal(phase._centres, before)
+
+
+def test_large_networks_have_the_published_optimiser():
+    small, large = (toy_plan(NAME, changes=changes).config for changes in ({}, {"network.backbone": "resnet18"}))
+    assert (small.sgd, small.backbone_rate) == (SGDConfig(), 1.0)
+    assert (large.sgd, large.backbone_rate) == (SGDConfig(0.9, 1e-3, "per-step", nesterov=True), 0.1)

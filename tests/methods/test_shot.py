@@ -9,8 +9,10 @@ import torch.nn.functional as F
 import source_free_checks as checks
 from helpers import TINY, toy_plan
 from ratp.network import Network
+from ratp.parts.sgd import SGDConfig
 from ratp.parts.shot_labels import shot_labels
 from ratp.randomness import Randomness
+from ratp.source_free import SHOT_LARGE
 
 NAME = "shot"
 
@@ -77,8 +79,9 @@ def test_labels_are_smoothed_on_the_source():
 
 @pytest.mark.parametrize("rate", [1.0, 0.1])
 def test_a_stage_written_out(rate):
-    """The whole target stage once more: labels, loss, Nesterov's momentum, a rate that falls with every step."""
-    method, source, targets = checks.built(NAME, backbone_rate=rate, replay="none")
+    """The whole target stage once more, with SHOT's own optimiser: Nesterov's momentum, a rate that falls by steps."""
+    own = {name: value for name, value in SHOT_LARGE.items() if name.startswith("sgd.")}
+    method, source, targets = checks.built(NAME, backbone_rate=rate, replay="none", **own)
     method.fit_source(source)
     network = Network(method.setting.recipe.network, 4)
     network.load_state_dict(method.network.state_dict())
@@ -114,6 +117,8 @@ def test_a_stage_written_out(rate):
 
 
 def test_values_for_large_networks():
+    """The optimiser is RaTP's: SHOT's own wears this network out."""
     plan = toy_plan(NAME)
     assert (plan.config.beta, plan.config.backbone_rate) == (0.1, 1.0)
+    assert plan.config.sgd == SGDConfig()
     assert dict(plan.method.large) == {"beta": 0.3, "backbone_rate": 0.1}

@@ -3,6 +3,9 @@
 Each program has some pixels of one image. Channels are a dimension of their own, with room for a fourth that is always
 zero, because sizes are powers of two. Weights are never trained: there is a gradient of the images alone, and it is
 the convolution with the kernel turned around.
+
+The kernel reads *taps*, shape (k, k, 3, 4): row, column, channel to, channels from. The four weights of a tap and an
+output channel then lie side by side, the fourth zero.
 """
 
 from __future__ import annotations
@@ -54,13 +57,11 @@ def _convolve_kernel(
         tl.store(result + (image * 3 + out) * (HIGH * WIDE) + p, value, mask=inside)
 
 
-def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+def _convolve(inputs: Tensor, taps: Tensor, bias: Tensor | None, padding: int) -> Tensor:
     count, channels, height, width = inputs.shape
-    size = weight.shape[-1]
+    size = len(taps)
     high, wide = height + 2 * padding - size + 1, width + 2 * padding - size + 1
     result = torch.empty(count, channels, high, wide, device=inputs.device)
-    # row, column, to, from: the four weights of a tap and an output channel side by side, the fourth zero
-    taps = F.pad(weight.permute(2, 3, 0, 1), (0, 1)).contiguous()
     _convolve_kernel[(count, triton.cdiv(high * wide, PIXELS_AT_ONCE))](
         inputs.contiguous(), taps, taps if bias is None else bias, result,
         HEIGHT=height, WIDTH=width, SIZE=size, PADDING=padding, HAS_BIAS=bias is not None, PIXELS=PIXELS_AT_ONCE,
@@ -70,16 +71,15 @@ def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, padding: int)
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, inputs: Tensor, taps: Tensor, turned: Tensor, bias: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(turned)
         ctx.padding = padding
-        return _convolve(inputs, weight, bias, padding)
+        return _convolve(inputs, taps, bias, padding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        turned = weight.flip(2, 3).transpose(0, 1)
-        return _convolve(gradients[0], turned, None, weight.shape[-1] - 1 - ctx.padding), None, None, None
+        (turned,) = ctx.saved_tensors
+        return _convolve(gradients[0], turned, None, len(turned) - 1 - ctx.padding), None, None, None, None
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
@@ -91,4 +91,22 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> 
         bias: Shape (3,).
         padding: Zeros on every side, less than k.
     """
-    return _Convolution.apply(inputs, weight, bias, padding)  # type: ignore[no-any-return]
+    turned = weight.flip(2, 3).transpose(0, 1)
+    return convolve_by_taps(inputs, _packed(weight), _packed(turned), bias, padding)
+
+
+def convolve_by_taps(inputs: Tensor, taps: Tensor, turned: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
+    """The same by taps that are ready.
+
+    Args:
+        inputs: float32, shape (n, 3, height, width).
+        taps: Shape (k, k, 3, 4).
+        turned: Those of the kernel turned around, with what goes in and what comes out exchanged: for the gradient.
+        bias: Shape (3,).
+        padding: Zeros on every side, less than k.
+    """
+    return _Convolution.apply(inputs, taps, turned, bias, padding)  # type: ignore[no-any-return]
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return F.pad(weight.permute(2, 3, 0, 1), (0, 1)).contiguous()

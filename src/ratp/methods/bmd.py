@@ -12,8 +12,8 @@ SHOT with other labels: every class has as many seeds and several centres, and t
 
 Departures from the original:
 
-* Network, epochs, batches and memory are as for SHOT (``methods/shot.py``), and so are the rates: 0.01, a tenth of it
-  for a pretrained feature extractor.
+* Network, epochs, batches and memory are as for SHOT (``methods/shot.py``). Large networks have SHOT's own optimiser
+  and rates: 0.01, a tenth of it for the feature extractor. For small ones nothing is published; they have RaTP's.
 * It takes the logarithm of a softmax, which is no number for a model that is certain; here it is log-softmax.
 * It picks parameters by names with "bn" in them, which misses DTN and shortcuts; here it goes by type.
 * K-means starts from the surest seed and the seeds farthest from those before, not at random. With fewer than four
@@ -24,9 +24,8 @@ Departures from the original:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -40,7 +39,7 @@ from ratp.parts.batch_norm import affine_parameters
 from ratp.parts.bmd_labels import bmd_labels, centre_similarities, moved_centres
 from ratp.parts.information import logit_entropy, mean_prediction_entropy
 from ratp.parts.losses import mean_over
-from ratp.source_free import SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
+from ratp.source_free import SHOT_LARGE, SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
 from ratp.training import Batch
 
 
@@ -68,7 +67,7 @@ class BMD(SourceFreeMethod):
         "Adaptation, ECCV 2022"
     )
     config_type = BMDConfig
-    large: ClassVar[Mapping[str, Any]] = {"backbone_rate": 0.1}
+    large = SHOT_LARGE
     stream_values = SHOT_RATES
     needs = "memory, many passes over a target"
     config: BMDConfig

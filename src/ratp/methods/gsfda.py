@@ -24,7 +24,7 @@ Departures from the published code:
 * BatchNorm layers are found by type (by name there, which misses some), and masks do not learn on targets, where
   their gradient is next to nothing.
 * Agreement is computed from logarithms, finite for any prediction.
-* Epochs, steps and batches are the recipe's. Digits, unknown to the paper, train all at rate 0.01.
+* Epochs, steps and batches are the recipe's. Digits, unknown to the paper, have RaTP's optimiser for all parameters.
 * The exemplar memory, which it has not: exemplars have cross-entropy with their stored labels in place of neighbours,
   under the mask in force, and are not in the bank. Domains beyond the last slot share it.
 """
@@ -53,7 +53,7 @@ from ratp.parts.losses import mean_over
 from ratp.parts.neighbourhood import Bank, disagreement
 from ratp.parts.scores import scores
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
-from ratp.source_free import SourceFreeConfig, extractor_groups
+from ratp.source_free import SHOT_LARGE, SourceFreeConfig, extractor_groups
 from ratp.training import Batch, Batches, look
 
 LONGEST_GRADIENT = 10_000.0
@@ -80,10 +80,9 @@ class GSFDA(CopyingMethod):
     family = "source-free domain adaptation"
     paper = "Yang et al., Generalized Source-free Domain Adaptation, ICCV 2021"
     config_type = GSFDAConfig
-    large: ClassVar[Mapping[str, Any]] = {"backbone_rate": 0.1}
-    # The demo's rate is for SGD without momentum; momentum 0.9 makes a step ten times as long.
+    large = SHOT_LARGE
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
-        ("demo", "official"): {"lr": 0.005, "slots": 4},
+        ("demo", "official"): {"slots": 4},
         ("digits", "official"): {"slots": 5},
         ("pacs", "official"): {"lr": 0.01, "slots": 4, "r_con": 0.5},
         ("domainnet10", "official"): {"lr": 0.01, "slots": 6},

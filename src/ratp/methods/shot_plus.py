@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
 from ratp.method import Phase
-from ratp.source_free import SHOT_RATES, RotationPhase, RotationTask, SHOTPhase, SourceFreeConfig, SourceFreeMethod
+from ratp.source_free import RotationPhase, RotationTask, SHOTPhase, SourceFreeConfig, SourceFreeMethod
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class SHOTPlus(SourceFreeMethod):
     )
     config_type = SHOTPlusConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1}
-    stream_values = SHOT_RATES
     needs = "memory, many passes over a target, square images"
     config: SHOTPlusConfig
 

@@ -40,7 +40,6 @@ from ratp.parts.information import entropy
 from ratp.parts.mixmatch import confident_split, consistency, draw_ratio, interleave, mix, sharpen, soft_cross_entropy
 from ratp.parts.sgd import StageSGD
 from ratp.source_free import (
-    SHOT_RATES,
     RotationPhase,
     RotationTask,
     SHOTPhase,
@@ -85,7 +84,6 @@ class SHOTPlusPlus(SourceFreeMethod):
     )
     config_type = SHOTPlusPlusConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1, "mixmatch.alpha": 0.75}
-    stream_values = SHOT_RATES
     needs = "memory, many passes over a target, square images, further phases"
     config: SHOTPlusPlusConfig
 

@@ -8,10 +8,11 @@ classes (:mod:`ratp.parts.snr`). As in RaTP's comparison the network is trained 
   maximisation; batches mix target and memory.
 
 Departures: the dual restitution loss is off, because RaTP's comparison speaks of the modules and SHOT only; set
-``dual_weight`` to 0.01 for the original's. SHOT's optimiser and trained BatchNorm instead of the original's rate of
-0.001 and frozen statistics. The new modules start from random numbers and learn as fast as the bottleneck, whatever
-the rate of the pretrained layers. DTN, unknown to the paper, has them after all its blocks. Labels are those of SHOT's
-version for objects, on digits too: the version for digits gives all images one class once a class goes unpredicted.
+``dual_weight`` to 0.01 for the original's. It has the optimiser of SHOT here and trained BatchNorm,
+not the original's rate of 0.001 and frozen statistics. The new modules start from random numbers and learn as fast as
+the bottleneck, whatever the rate of the pretrained layers. DTN, unknown to the paper, has them after all its blocks.
+Labels are those of SHOT's version for objects, on digits too: the version for digits gives all images one class once a
+class goes unpredicted.
 """
 
 from __future__ import annotations
@@ -33,15 +34,14 @@ from ratp.parts.information import information_maximisation
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 from ratp.parts.snr import Restitution, StyleRestitution, dual_restitution, restitutions
 from ratp.pseudo_labels import PseudoLabelPhase
-from ratp.source_free import SHOT_RATES, SHOT_SGD
 from ratp.training import NetworkMethod
 
 
 @dataclass(frozen=True)
 class SNRConfig:
-    """Switches of SNR. Defaults: SHOT's for DTN."""
+    """Switches of SNR. Defaults: those SHOT has here for DTN."""
 
-    sgd: SGDConfig = switch(SHOT_SGD, "optimiser")
+    sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     backbone_rate: float = switch(
         1.0, "factor on the rate of the feature extractor, but for SNR's own modules", minimum=0
     )
@@ -63,7 +63,6 @@ class SNR(NetworkMethod):
     needs = "source labels, memory, pseudo labels of targets"
     config_type = SNRConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
-    stream_values = SHOT_RATES
     config: SNRConfig
 
     def __init__(self, setting: Setting, config: SNRConfig) -> None:

@@ -9,6 +9,8 @@ where 4w is the mean squared distance between two different ones of the 2n featu
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -38,11 +40,23 @@ def conditional_mmd(some: Tensor, others: Tensor, labels: Tensor, classes: int) 
     total, count = rows.T @ in_class, 2 * pairs
     widths = total / (count * (count - 1)).clamp_min(1) / STEP ** (KERNELS // 2)
     width = (rows @ widths)[:, None].clamp_min(torch.finfo(dtype).tiny ** 0.5)
-    kernel = torch.stack([(-squares / (width * STEP**m)).exp() for m in range(KERNELS)]).sum(dim=0)
-    # + within a and within b, − between them; every class by its own n², and only where there are enough
-    side = torch.ones_like(in_class)
-    side[len(labels) :] = -1
+    kernel = (squares / width * _factors(features.device, dtype)).exp().sum(dim=0)
+    # every class by its own n², and only where there are enough
     enough = (pairs >= FEWEST).to(dtype)
     share = rows @ (enough / pairs.clamp_min(1).square())
-    discrepancies = (kernel * same * side[:, None] * side[None, :]).sum(dim=1) * share
-    return discrepancies.sum() / enough.sum().clamp_min(1)
+    weights = same * _signs(len(labels), features.device, dtype) * share[:, None]
+    return (kernel * weights).sum() / enough.sum().clamp_min(1)
+
+
+@cache
+def _factors(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """−1/2^m, shape (kernels, 1, 1)."""
+    return (-(STEP ** -torch.arange(KERNELS, dtype=dtype)))[:, None, None].to(device)
+
+
+@cache
+def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """+ within a and within b, − between them, shape (2n, 2n)."""
+    side = torch.ones(2 * count, dtype=dtype)
+    side[count:] = -1
+    return (side[:, None] * side[None, :]).to(device)  # complete, whichever stream asks for it

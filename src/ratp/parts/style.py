@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ratp.errors import ConfigError
 from ratp.parts.randmix import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
-from ratp.parts.randmix_draw import Linear
 from ratp.parts.random_convolutions import CHANNELS, Layers, convolution, transposed_convolution
 
 NOISE_UNIT = 0.01
@@ -74,14 +73,14 @@ class StyleModule(nn.Module):
         device = generator.device
         with torch.no_grad():
             noise = torch.randn(images.shape, generator=generator, device=device)
-            layers = self._layers.draw("uniform", generator)
+            numbers = self._layers.numbers("uniform", generator)
             keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
             weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
             total = weights.sum()
             shares = weights / torch.copysign(total.abs().clamp_min(SMALLEST_WEIGHT_SUM), total)
-            branches = self._branches(images, noise, layers, keep / (1 - COLOUR_DROPOUT))
+            branches = self._branches(images, noise, numbers, keep / (1 - COLOUR_DROPOUT))
             # Σ w_i·B_i(x) / Σ w_i
-            return torch.stack([share * branch for share, branch in zip(shares, branches, strict=True)]).sum(dim=0)
+            return (shares.view(-1, 1, 1, 1, 1) * branches).sum(dim=0)
 
     def estimate(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """New styles by the convolutions that stay: what the module learns by.
@@ -91,17 +90,15 @@ class StyleModule(nn.Module):
             generator: Source of the noise.
         """
         noise = torch.randn(images.shape, generator=generator, device=generator.device)
-        return torch.stack(self._branches(images, noise, self._layers.split(self.fixed), None)).mean(dim=0)
+        return self._branches(images, noise, self.fixed, None).mean(dim=0)
 
-    def _branches(self, images: Tensor, noise: Tensor, layers: list[Linear], keep: Tensor | None) -> list[Tensor]:
-        """B_i(x), colours first."""
-        inputs = images + NOISE_UNIT * self.noise_level * noise
-        colour, *layers = layers
+    def _branches(self, images: Tensor, noise: Tensor, numbers: Tensor, keep: Tensor | None) -> Tensor:
+        """B_i(x), colours first, shape (branches, n, 3, height, width)."""
+        inputs = torch.addcmul(images, self.noise_level, noise, value=NOISE_UNIT)
+        colour, *layers = self._layers.split_for(images, numbers)
         colours = F.conv2d(inputs, colour.weight, colour.bias)
-        results = [torch.tanh(colours if keep is None else colours * keep)]
+        results = [colours if keep is None else colours * keep]
         for encoder, decoder, scale, shift in zip(layers[::2], layers[1::2], self.scales, self.shifts, strict=True):
-            hidden = convolution(inputs, encoder)
-            variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
-            hidden = scale * ((hidden - mean) * (variance + EPSILON).rsqrt()) + shift
-            results.append(torch.tanh(transposed_convolution(hidden, decoder)))
-        return results
+            hidden = F.instance_norm(convolution(inputs, encoder), eps=EPSILON)
+            results.append(transposed_convolution(torch.addcmul(shift, scale, hidden), decoder))
+        return torch.stack(results).tanh()
