@@ -1,8 +1,10 @@
 """Throughput of RaTP runs side by side: time and training steps a second of all together, with 1, 2, 4, … at once.
 
-Random images with the recipe of Digits (DTN, 32×32), a source and a target; starting, recording of graphs, labelling
-and measuring are included, and weigh more than in a whole run. Prints a table; ``--out`` keeps the numbers with device
-and versions. On a CPU a narrow network and a few steps give an idea.
+Random images with the recipe of Digits (DTN, 32×32), a source and a target; recording of graphs, labelling and
+measuring are included, and weigh more than in a whole run. With ``--processes`` the runs of a GPU are shared among
+several processes. Where NVIDIA's MPS is on, kernels of several processes run at the same time; else processes take
+turns. Time is counted from the first step of a run to the last, so that starting processes is not in it. Prints a
+table; ``--out`` keeps the numbers with device and versions. On a CPU a narrow network and a few steps give an idea.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from PIL import Image
 
 from ratp.environment import describe_environment
 from ratp.errors import RatpError
+from ratp.events import Event, Trained
 from ratp.files import write_json
+from ratp.on_devices import run_all_on_devices
 from ratp.plan import RunPlan, RunRequest, resolve
 from ratp.run import Run
 from ratp.side_by_side import run_all
@@ -62,14 +66,25 @@ def plan_for(folder: Path, seed: int, options: argparse.Namespace) -> RunPlan:
 
 def measure(count: int, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Makes ``count`` runs at once."""
+    times: list[float] = []
+
+    def note(run: Run, event: Event) -> None:
+        if isinstance(event, Trained):
+            times.append(time.perf_counter())
+
     with tempfile.TemporaryDirectory() as place:
         runs = [Run(plan_for(folder, seed, options), Path(place) / str(seed)) for seed in range(count)]
-        if runs[0].plan.device.type == "cuda":
+        device = runs[0].plan.device
+        if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        results = run_all(runs, at_once=count)
-        seconds = time.perf_counter() - started
+        processes = min(options.processes, count)
+        if processes > 1:
+            devices = [torch.device(device.type, 0) if device.type == "cuda" else device] * processes
+            results = run_all_on_devices(runs, devices=devices, at_once=-(-count // processes), on_event=note)
+        else:
+            results = run_all(runs, at_once=count, on_event=note)
+        seconds = times[-1] - times[0]
     for result in results:
         if isinstance(result, RatpError):
             raise result
@@ -79,7 +94,7 @@ def measure(count: int, folder: Path, options: argparse.Namespace) -> dict[str, 
         "steps_a_second": round(steps / seconds, 1),
         "runs_an_hour": round(3600 * count / seconds, 1),
     }
-    if runs[0].plan.device.type == "cuda":
+    if device.type == "cuda" and processes == 1:
         numbers["gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
     return numbers
 
@@ -96,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--counts", type=int, nargs="+", help="runs at once; default: 1 2 4 8 and, on a GPU, 10")
+    parser.add_argument("--processes", type=int, default=1, help="processes that share the GPU; default: 1")
     parser.add_argument("--images", type=int, help="images of a domain; default: 10,000, or 300 on a CPU")
     parser.add_argument("--epochs", type=int, help="epochs of a stage; default: 12, or 6 on a CPU")
     parser.add_argument("--steps", type=int, help="steps of an epoch; default: 400, or 5 on a CPU")
@@ -117,8 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         os.environ["RATP_CACHE"] = str(Path(place) / "cache")
         write_images(Path(place) / "images", options.images)
-        if on_gpu:
-            measure(1, Path(place) / "images", options)  # libraries load their kernels
+        measure(1, Path(place) / "images", options)  # libraries load what they need
         for count in options.counts:
             numbers[count] = measure(count, Path(place) / "images", options)
             print(line(count, numbers[count], numbers[options.counts[0]]), flush=True)
