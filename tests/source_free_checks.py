@@ -107,7 +107,8 @@ def check_it_adapts(name, **changes):
     """A domain so dark that the source's model knows nothing in it, and one like it in shape."""
     domain = toy_domain("mud", 120)
     dark = replace(domain, images=(domain.images.float() * 0.35).to(torch.uint8))
-    method, source, (target,) = built(name, [toy_domain("ink", 120), dark], lr=0.2, **LEARNING, **changes)
+    sizes = {"lr": 0.2} | LEARNING | changes
+    method, source, (target,) = built(name, [toy_domain("ink", 120), dark], **sizes)
     method.fit_source(source)
     before = accuracy(method, dark)
     method.adapt(target)

@@ -198,4 +198,4 @@ def test_a_source_learnt_not_at_all_gives_no_numbers_that_are_none():
 
 
 def test_it_adapts():
-    checks.check_it_adapts(NAME, rate=3e-3)
+    checks.check_it_adapts(NAME, lr=0.02, rate=3e-3)
