@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import cache
 from importlib import resources
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from ratp.cli.console import print_json, stderr, stdout
 from ratp.cli.loading import data_options, decoding, print_note
+from ratp.cli.prose import reflow
 from ratp.cli.runs import Data, Json, OnBadImage
 from ratp.config import as_dict, switches
 from ratp.domain import LabelledDomain
@@ -93,10 +95,16 @@ def show_method(
         return
     console = stdout()
     console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{escape(method.family)}[/]\n")
-    console.print(f"{escape(getdoc(sys.modules[method.__module__]) or '')}\n", highlight=False)
+    console.print(f"{reflow(_explained(method), console.width)}\n", markup=False)
     console.print(f"Presets: {', '.join((DEFAULT_PRESET, *method.presets))}. Values below: [bold]{preset}[/].\n")
     _print_switches(config, preset_config(method, DEFAULT_PRESET))
     console.print("[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")
+
+
+def _explained(method: type[Method]) -> str:
+    """What its module says, but for a first line with the name and the paper: those are told already."""
+    first, _, rest = (getdoc(sys.modules[method.__module__]) or "").partition("\n\n")
+    return rest if re.match(r'.* — .*"', first) else f"{first}\n\n{rest}".rstrip()
 
 
 def _print_switches(config: Any, default: Any) -> None:
