@@ -543,6 +543,23 @@ class TestClaim:
             other.claim()
         assert traces(study.folder) == before
 
+    def test_a_folder_with_runs_of_its_own(self, study, tmp_path):
+        """Brought from elsewhere, they count; anything beside them is somebody else's."""
+        there = tmp_path / "brought"
+        there.mkdir()
+        finished = next(entry for entry in study.entries if study.state(entry) == "finished")
+        shutil.copytree(finished.folder, there / finished.folder.name)
+        moved = read_study(study.path, there, NO_WEIGHTS)
+        moved.claim()
+        assert (there / "study.json").exists()
+        states = {entry.folder.name: moved.state(entry) for entry in moved.entries}
+        assert states.pop(finished.folder.name) == "finished"
+        assert set(states.values()) == {"waiting"}
+        (there / "study.json").unlink()
+        put(there, {"a.jpg": b"mine"})
+        with pytest.raises(RunDirectoryError, match=r"holds other files \(a.jpg\) and no study"):
+            moved.claim()
+
     def test_a_folder_with_other_files(self, made, tmp_path):
         folder = put(tmp_path / "photos", {"a.jpg": b"mine", "b/c.jpg": b"mine"})
         before = traces(folder)

@@ -135,7 +135,7 @@ class Study:
         return {key: tuple(value) if isinstance(value, list) else value for key, value in usual.items()}
 
     def claim(self) -> None:
-        """Marks the folder as this study's.
+        """Marks the folder as this study's. It may hold directories of its runs already, brought from elsewhere.
 
         Raises:
             RunDirectoryError: If it is another's, or cannot be written.
@@ -150,7 +150,9 @@ class Study:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            present = sorted(item.name for item in self.folder.iterdir() if not is_leftover(item))
+            own = {entry.folder.name for entry in self.entries}
+            found = (item for item in self.folder.iterdir() if not is_leftover(item))
+            present = sorted(item.name for item in found if item.name not in own)
             if present:
                 raise RunDirectoryError(
                     f"{self.folder} holds other files ({', '.join(present[:3])}) and no study. "
