@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from ratp.device_copies import with_images_on
 from ratp.environment import changes, describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
@@ -26,6 +24,7 @@ from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.files import LostFileError, is_whole, read_json, remove_leftovers, write_json, write_tensors, writing
 from ratp.guard import ACT, Watch
 from ratp.journal import Journal
+from ratp.keepsakes import FEATURE_COUNT, save_features, save_samples
 from ratp.lock import exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, Phase, Tick, train, unpack
@@ -38,15 +37,13 @@ from ratp.predictions import prediction_files, write_predictions
 from ratp.randomness import Randomness
 from ratp.record import RunRecord, describe_changes, fingerprint_of, read_run
 from ratp.run_folder import as_begun, check_folder
-from ratp.schema import ENVIRONMENT, FEATURES, MATRIX, SAMPLES, WEIGHTS, NewerFileError
+from ratp.schema import ENVIRONMENT, MATRIX, WEIGHTS, NewerFileError
 from ratp.source_models import SourceModels
 from ratp.stage import Stage, ready
 from ratp.states import State, States, StateWarning
 from ratp.stream import Stream
 
-SAMPLE_COUNT = 10
 SAVE_EVERY = 120.0
-FEATURE_COUNT = 200  # of a domain
 
 
 class NumbersWarning(Note):
@@ -247,7 +244,7 @@ class Run:
         write_json(self.folder / "environment.json", ENVIRONMENT.marked(about))
         write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
         self._journal.keep(())
-        self._save_samples()
+        save_samples(self.folder, self.method, self.stream, self.plan.device)
         self._journal.note("run_started")
 
     def _take_up(self, state: State | None) -> None:
@@ -351,7 +348,8 @@ class Run:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = work.seconds + time.perf_counter() - started
         if self.features:
-            self._save_features(stage)
+            found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
+            save_features(self.folder, found, self.stream, stage)
         self._finish_stage(stage, row, work.statistics, seconds, guard)
         self._checkpoints.remove()
         yield StageFinished(stage, name, row, work.statistics, seconds, guard)
@@ -489,20 +487,3 @@ class Run:
         name = self.stream.order[stage]
         self._journal.note("probe", stage=stage, domain=name, progress=progress, accuracy=dict(measured))
         return Probed(stage, name, progress, measured)
-
-    def _save_samples(self) -> None:
-        """Keeps a few source images and what the method makes of them, for the report."""
-        images = self.stream.source.images
-        some = torch.linspace(0, len(images) - 1, min(len(images), SAMPLE_COUNT)).long()  # folders come class by class
-        images = images[some]
-        generator = torch.Generator(self.plan.device).manual_seed(0)
-        shown = self.method.show(images, generator)
-        if shown:
-            write_tensors(self.folder / "samples.safetensors", {"original": images, **shown}, SAMPLES.mark)
-
-    def _save_features(self, stage: int) -> None:
-        """Keeps the embedding of some test images after a stage."""
-        found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
-        if found:
-            about = {"domains": list(self.stream.order), "classes": list(self.stream.classes), "stage": stage}
-            write_tensors(self.folder / f"features-{stage}.safetensors", found, FEATURES.marked(about))
