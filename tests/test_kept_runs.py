@@ -20,7 +20,11 @@ from ratp.record import read_run
 
 KEPT = Path(__file__).parent / "fixtures" / "runs"
 FORMS = sorted(path.name for path in KEPT.iterdir() if path.is_dir() and path.name != "__pycache__")
-COMMAND = ("run", KEPT / "marks.toml", "--method", "shot", "--seed", "1", "--device", "cpu", "--weights", "none")
+BARE = ("run", KEPT / "marks.toml", "--method", "shot", "--seed", "1", "--device", "cpu", "--weights", "none")
+# What was usual for SHOT when they were made.
+THEN = {"lr": 0.01, "sgd.momentum": 0.9, "sgd.weight_decay": 0.001, "sgd.schedule": "per-step", "sgd.nesterov": True}
+OPTIONS = [word for name, value in THEN.items() for word in ("--set", f"{name}={value}")]
+COMMAND = (*BARE, *OPTIONS)
 UNFINISHED = ("between-stages", "within-a-stage")
 
 
@@ -55,6 +59,15 @@ def test_it_is_reported(folder):
     assert result.code == 0, result
     assert "shot" in result.out
     assert (folder.parent / "report" / "index.html").is_file()
+
+
+@kept("finished", "between-stages")
+def test_what_was_usual_then_can_be_asked_for(folder):
+    """Other values are usual now: the same command is refused, with the options that make it go on."""
+    result = ratp(*BARE, "--out", folder, "--quiet")
+    assert result.code == 2
+    assert "lr: 0.01 there, 0.05 asked for" in result.err
+    assert f"To go on with it: {' '.join(OPTIONS)}." in result.err
 
 
 @kept("finished")

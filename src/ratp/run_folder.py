@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,19 +84,29 @@ def holds_run(folder: Path) -> bool:
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """What two configurations disagree about, in a sentence or two."""
     pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed", "weights")]
+    pairs.append(("guard", there.get("guard"), here.get("guard")))
+    settings: list[tuple[str, Any, Any]] = []
     if there.get("method") == here["method"]:
         for key in ("recipe", "switches"):
             old = there.get(key)
-            pairs += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
-    pairs.append(("guard", there.get("guard"), here.get("guard")))
-    parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in pairs if old != new]
+            settings += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
+    others, settings = ([pair for pair in some if pair[1] != pair[2]] for some in (pairs, settings))
+    parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in (*others, *settings)]
     if parts:
-        return f"It differs in {'; '.join(parts)}."
+        told = f"It differs in {'; '.join(parts)}."
+        can_go_on = not others and all(old is not None for _, old, _ in settings)
+        return f"{told} To go on with it: {_as_options(settings)}." if can_go_on else told
     if there.get("method_file") != here["method_file"]:
         return "The file of its method has been edited since."
     data = there.get("data")
     changed = [n for n, value in here["data"].items() if isinstance(data, dict) and data.get(n) != value]
     return "Its images have changed since" + (f": those of {', '.join(changed)}." if changed else ".")
+
+
+def _as_options(settings: Sequence[tuple[str, Any, Any]]) -> str:
+    """What to add to a command so that it asks for the old values, which may have been the usual ones then."""
+    values = ((name, ",".join(map(str, old)) if isinstance(old, list) else old) for name, old, _ in settings)
+    return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values)
 
 
 def _show(value: Any) -> str:
