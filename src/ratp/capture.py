@@ -43,7 +43,7 @@ class CaptureWarning(Note):
 @contextmanager
 def recording_on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Within the block, this thread records its steps on ``stream``, which must be no other thread's meanwhile."""
-    before = getattr(_thread, "stream", None)
+    before = _own_stream()
     _thread.stream = stream
     try:
         yield
@@ -101,7 +101,7 @@ class _CapturedSteps:
         self._step, self._bunch = step, bunch
         self._generators = list({id(generator): generator for generator in generators}.values())
         self._device = next((g.device for g in self._generators), torch.device("cuda", torch.cuda.current_device()))
-        self._alone = getattr(_thread, "stream", None) is None
+        self._alone = _own_stream() is None
         self._stream = _side_stream(self._device)
         self._made = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -184,7 +184,7 @@ def at_once(device: torch.device, one: Callable[[], T], other: Callable[[], U]) 
         one: Done on a stream of its own; what it draws, the other must not draw from.
         other: Done on the usual one.
     """
-    if device.type != "cuda" or getattr(_thread, "stream", None) is not None:
+    if device.type != "cuda" or _own_stream() is not None:
         return one(), other()
     current, beside = torch.cuda.current_stream(device), _stream_beside(device)
     beside.wait_stream(current)
@@ -209,13 +209,18 @@ def _memory_is_short() -> bool:
     return free < ENOUGH * total
 
 
+def _own_stream() -> torch.cuda.Stream | None:
+    """What :func:`recording_on` gave this thread; None: it is the only one that computes."""
+    return getattr(_thread, "stream", None)
+
+
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream all steps of this thread are recorded on.
 
     Libraries keep a workspace for every stream, and graphs recorded on one stream share it: replays must follow one
     another, as they do on the usual stream, and as those of several threads do not.
     """
-    return getattr(_thread, "stream", None) or _common_stream(device)
+    return _own_stream() or _common_stream(device)
 
 
 @cache
