@@ -55,7 +55,7 @@ SHOT_RATES: Mapping[tuple[str, str], Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class SourceFreeConfig:
-    """Switches these methods have in common. Defaults: SHOT's for digits, with the optimiser RaTP's paper names."""
+    """Switches these methods have in common. Defaults: SHOT's for digits, with RaTP's optimiser."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     backbone_rate: float = switch(1.0, "factor on the rate of the feature extractor", minimum=0)
