@@ -84,10 +84,10 @@ def measure(count: int, folder: Path, options: argparse.Namespace) -> dict[str, 
             results = run_all_on_devices(runs, devices=devices, at_once=-(-count // processes), on_event=note)
         else:
             results = run_all(runs, at_once=count, on_event=note)
-        seconds = times[-1] - times[0]
     for result in results:
         if isinstance(result, RatpError):
             raise result
+    seconds = times[-1] - times[0]
     steps = count * len(STAGES) * options.epochs * options.steps
     numbers = {
         "seconds": round(seconds, 2),

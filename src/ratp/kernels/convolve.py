@@ -91,8 +91,10 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> 
         bias: Shape (3,).
         padding: Zeros on every side, less than k.
     """
-    turned = weight.flip(2, 3).transpose(0, 1)
-    return convolve_by_taps(inputs, _packed(weight), _packed(turned), bias, padding)
+    taps = _packed(weight)
+    if not inputs.requires_grad:
+        return _convolve(inputs, taps, bias, padding)
+    return convolve_by_taps(inputs, taps, _packed(weight.flip(2, 3).transpose(0, 1)), bias, padding)
 
 
 def convolve_by_taps(inputs: Tensor, taps: Tensor, turned: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
