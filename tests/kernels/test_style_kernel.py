@@ -1,4 +1,4 @@
-"""The style module with its convolutions by kernels, against the same without."""
+"""The style module by its kernels, against the same without, with the same random numbers."""
 
 from __future__ import annotations
 
@@ -6,39 +6,65 @@ import pytest
 import torch
 
 from ratp import kernels
-from ratp.parts import random_convolutions
+from ratp.kernels import style as style_kernels
 from ratp.parts.style import StyleModule
+from ratp.parts.style_draw import Blend
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's
+SIZE = (12, 14)
 
 
-@pytest.fixture
-def style(device):
+def module(device, kernel_sizes=(3, 9, 5)):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        module = StyleModule((12, 14), (3, 9, 5))
+        made = StyleModule(SIZE, kernel_sizes)
     with torch.no_grad():
-        module.noise_level.fill_(1.5)
-    return module.to(device)
+        made.noise_level.fill_(1.5)
+    return made.to(device)
 
 
-def results(style, device):
-    """Both kinds of styles, and the gradient of the one that has one."""
-    images = torch.randn(3, 3, 12, 14, generator=torch.Generator().manual_seed(2)).to(device)
+def results(style, device, share):
+    """Both kinds of styles, and the gradients of the one that has them."""
+    mean, std = torch.tensor([0.5, 0.4, 0.3], device=device), torch.tensor([0.5, 0.6, 0.7], device=device)
+    blend = Blend(share, mean, std)
+    images = torch.randn(3, 3, *SIZE, generator=torch.Generator().manual_seed(2)).to(device)
     sources = [torch.Generator(device).manual_seed(seed) for seed in (3, 4)]
-    restyled, estimated = style.restyle(images, sources[0]), style.estimate(images, sources[1])
+    restyled = style.restyle(images, blend, sources[0])
+    estimated = style.estimate(images, blend, sources[1])
     direction = torch.randn(estimated.shape, generator=torch.Generator().manual_seed(5)).to(device)
     slopes = torch.autograd.grad((estimated * direction).sum(), list(style.parameters()))
     return [restyled, estimated, *slopes]
 
 
-def test_kernels_give_the_same(style, device, monkeypatch):
-    packed = []
-    pack = random_convolutions.Layers.pack
-    monkeypatch.setattr(random_convolutions.Layers, "pack", lambda *args: packed.append(1) or pack(*args))
-    monkeypatch.setattr(random_convolutions, "_kernel_takes", lambda images: True)
-    found = results(style, device)
-    assert len(packed) == 2
+@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("kernel_sizes", [(3, 9, 5), (4,)])
+def test_kernels_give_the_same(kernel_sizes, share, device, monkeypatch):
+    style = module(device, kernel_sizes)
+    used = []
+    forward = style_kernels._forward
+    monkeypatch.setattr(style_kernels, "_forward", lambda *args: used.append(1) or forward(*args))
+    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    found = results(style, device, share)
+    assert len(used) == 2
     monkeypatch.undo()
     with kernels.plain(), torch.backends.cudnn.flags(allow_tf32=False):
-        expected = results(style, device)
+        expected = results(style, device, share)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_weights_that_cancel_out_give_numbers(device, monkeypatch):
+    style, real = module(device), torch.randn
+
+    def cancelling(*shape, **options):
+        if shape == (4,):
+            return torch.tensor([1.0, -1.0, 0.5, -0.5], device=device)
+        return real(*shape, **options)
+
+    monkeypatch.setattr(torch, "randn", cancelling)
+    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    assert results(style, device, 0.6)[0].isfinite().all()
+
+
+def test_larger_images_are_left_to_the_plain_functions():
+    assert style_kernels.fits(torch.empty(1, 3, 32, 32)) and not style_kernels.fits(torch.empty(1, 3, 33, 32))

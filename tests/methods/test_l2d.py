@@ -95,9 +95,8 @@ class TestTurns:
         weights = {"contrast": 0.5, "likelihood": 0.25, "styled": 0.7}
         (_, phase), (twin, other) = started(**weights), started(**weights)
         batch = other.batches.draw(TINY["batch"])
-        styles = twin.style.restyle(batch.images, other._styles)
-        mixed = 0.7 * twin.scaling.unit(styles.sigmoid()) + 0.3 * batch.images
-        mean, log_variance, z, logits = twin.encode(torch.cat([mixed, batch.images]), other._noise)
+        styled = twin.style.restyle(batch.images, twin.blend, other._styles)
+        mean, log_variance, z, logits = twin.encode(torch.cat([styled, batch.images]), other._noise)
         labels, n = torch.cat([batch.labels] * 2), TINY["batch"]
         step = phase.step()
         assert list(step) == ["total", "ce", "contrast", "likelihood", "discrepancy", "information"]

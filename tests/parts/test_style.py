@@ -8,6 +8,9 @@ import torch.nn.functional as F
 
 from ratp.errors import ConfigError
 from ratp.parts.style import StyleModule
+from ratp.parts.style_draw import Blend
+
+ONLY_STYLE = Blend(1.0, torch.zeros(3), torch.ones(3))
 
 
 def generator(seed=0):
@@ -32,7 +35,7 @@ def test_sizes_follow_the_images(style):
     assert [scale.shape[-1] for scale in large.scales] == [216, 212, 208, 220]
     oblong = StyleModule((32, 40), (5,))
     assert tuple(oblong.scales[0].shape) == (3, 28, 36)
-    assert oblong.restyle(images(32, 40), generator()).shape == (4, 3, 32, 40)
+    assert oblong.restyle(images(32, 40), ONLY_STYLE, generator()).shape == (4, 3, 32, 40)
 
 
 def test_it_starts_as_published(style):
@@ -58,7 +61,14 @@ def test_estimation_is_the_mean_of_its_branches_by_torchs_own_layers(style):
         hidden = F.instance_norm(F.conv2d(x, encoder.weight, encoder.bias)) * style.scales[i] + style.shifts[i]
         branches.append(torch.tanh(F.conv_transpose2d(hidden, decoder.weight, decoder.bias)))
     expected = sum(branches) / (count + 1)
-    torch.testing.assert_close(style.estimate(x, generator()), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(style.estimate(x, ONLY_STYLE, generator()), expected.sigmoid(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_style_is_put_on_images_in_part():
+    x, styles = images(8, 8), images(8, 8).flip(0)
+    mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.4])
+    normalised = (styles.sigmoid() - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+    torch.testing.assert_close(Blend(0.6, mean, std)(x, styles), 0.6 * normalised + 0.4 * x)
 
 
 def test_convolutions_are_within_torchs_bounds(style):
@@ -70,34 +80,38 @@ def test_convolutions_are_within_torchs_bounds(style):
 
 def test_every_call_has_other_convolutions_but_estimation_has_its_own(style):
     x, source = images(), generator()
-    assert not torch.equal(style.restyle(x, source), style.restyle(x, source))
-    assert torch.equal(style.estimate(x, source), style.estimate(x, source))  # the noise's level is 0
-    assert torch.equal(style.restyle(x, generator(3)), style.restyle(x, generator(3)))
+    assert not torch.equal(style.restyle(x, ONLY_STYLE, source), style.restyle(x, ONLY_STYLE, source))
+    assert torch.equal(
+        style.estimate(x, ONLY_STYLE, source), style.estimate(x, ONLY_STYLE, source)
+    )  # the noise's level is 0
+    assert torch.equal(style.restyle(x, ONLY_STYLE, generator(3)), style.restyle(x, ONLY_STYLE, generator(3)))
 
 
 def test_the_gradient_flows_in_estimation_only(style):
-    assert not style.restyle(images(), generator()).requires_grad
-    slopes = torch.autograd.grad(style.estimate(images(), generator()).square().sum(), list(style.parameters()))
+    assert not style.restyle(images(), ONLY_STYLE, generator()).requires_grad
+    slopes = torch.autograd.grad(
+        style.estimate(images(), ONLY_STYLE, generator()).square().sum(), list(style.parameters())
+    )
     assert all(slope.abs().sum() > 0 for slope in slopes)
 
 
 def test_noise_is_in_hundredths(style):
     x = images()
-    calm = style.estimate(x, generator())
+    calm = style.estimate(x, ONLY_STYLE, generator())
     with torch.no_grad():
         style.noise_level.fill_(2.0)
     torch.testing.assert_close(
-        style.estimate(x, generator()),
+        style.estimate(x, ONLY_STYLE, generator()),
         style_without_noise(style, x + 0.02 * torch.randn(x.shape, generator=generator())),
     )
-    assert not torch.equal(style.estimate(x, generator()), calm)
+    assert not torch.equal(style.estimate(x, ONLY_STYLE, generator()), calm)
 
 
 def style_without_noise(style, x):
     level = style.noise_level.item()
     with torch.no_grad():
         style.noise_level.zero_()
-    result = style.estimate(x, generator())
+    result = style.estimate(x, ONLY_STYLE, generator())
     with torch.no_grad():
         style.noise_level.fill_(level)
     return result
@@ -112,7 +126,7 @@ def test_mixing_weights_that_cancel_out_give_numbers(style, monkeypatch):
         return real(*shape, **options)
 
     monkeypatch.setattr(torch, "randn", cancelling)
-    assert style.restyle(images(), generator()).sigmoid().isfinite().all()
+    assert style.restyle(images(), ONLY_STYLE, generator()).isfinite().all()
 
 
 def test_images_too_small_for_a_kernel_are_refused():

@@ -1,11 +1,7 @@
 """Convolutions between the three channels of small images: cuDNN's kernels are made for many channels.
 
-Each program has some pixels of one image. Channels are a dimension of their own, with room for a fourth that is always
-zero, because sizes are powers of two. Weights are never trained: there is a gradient of the images alone, and it is
-the convolution with the kernel turned around.
-
-The kernel reads *taps*, shape (k, k, 3, 4): row, column, channel to, channels from. The four weights of a tap and an
-output channel then lie side by side, the fourth zero.
+Each program has some pixels of one image; channels and weights lie as :mod:`ratp.kernels.channels` says. Weights are
+never trained: there is a gradient of the images alone, and it is the convolution with the kernel turned around.
 """
 
 from __future__ import annotations
@@ -94,19 +90,7 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> 
     taps = _packed(weight)
     if not inputs.requires_grad:
         return _convolve(inputs, taps, bias, padding)
-    return convolve_by_taps(inputs, taps, _packed(weight.flip(2, 3).transpose(0, 1)), bias, padding)
-
-
-def convolve_by_taps(inputs: Tensor, taps: Tensor, turned: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
-    """The same by taps that are ready.
-
-    Args:
-        inputs: float32, shape (n, 3, height, width).
-        taps: Shape (k, k, 3, 4).
-        turned: Those of the kernel turned around, with what goes in and what comes out exchanged: for the gradient.
-        bias: Shape (3,).
-        padding: Zeros on every side, less than k.
-    """
+    turned = _packed(weight.flip(2, 3).transpose(0, 1))
     return _Convolution.apply(inputs, taps, turned, bias, padding)  # type: ignore[no-any-return]
 
 

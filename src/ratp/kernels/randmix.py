@@ -1,8 +1,8 @@
 """RandMix on small images in two kernels: all encoders with their normalisation, then all decoders with the mixture.
 
 Each program of the first has one image and one autoencoder, so that the statistics of a channel lie within it; each of
-the second has some pixels of one image and goes through the autoencoders. Channels are a dimension of their own, with
-room for a fourth that is always zero, because sizes are powers of two.
+the second has some pixels of one image and goes through the autoencoders. Channels and weights lie as
+:mod:`ratp.kernels.channels` says.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ratp.kernels.channels import correlate, tanh
 from ratp.parts.randmix_draw import Draw
 
 # Beyond, one program has too many pixels to hold.
@@ -23,11 +24,6 @@ MOST_PIXELS = 1024
 PIXELS_AT_ONCE = 256
 NOISE_DIM = tl.constexpr(10)
 EPS = tl.constexpr(1e-5)
-
-
-@triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
@@ -51,26 +47,13 @@ def _encode(
     inside = p < HIGH * WIDE
     there = (c < 3)[:, None] & inside[None, :]
     corner = images + (image * 3 + c)[:, None] * (HEIGHT * WIDTH) + (p // WIDE * WIDTH + p % WIDE)[None, :]
-    tap = encoder + c
-    red = tl.zeros([4, PIXELS], tl.float32)
-    green = tl.zeros([4, PIXELS], tl.float32)
-    blue = tl.zeros([4, PIXELS], tl.float32)
-    for _ in range(SIZE):
-        for column in tl.static_range(SIZE):
-            value = tl.load(corner + column, mask=there, other=0.0)
-            red += value * tl.load(tap + 12 * column)[:, None]
-            green += value * tl.load(tap + (12 * column + 4))[:, None]
-            blue += value * tl.load(tap + (12 * column + 8))[:, None]
-        corner += WIDTH
-        tap += 12 * SIZE
+    red, green, blue = correlate(corner, encoder, there, WIDTH, SIZE, PIXELS)
     n = noise + (branch * noise_rows + image % noise_rows) * NOISE_DIM
     lane = tl.arange(0, 16)
     PLANE: tl.constexpr = (HEIGHT + MARGIN) * (WIDTH + MARGIN)
     place = (p // WIDE + SIZE - 1) * (WIDTH + MARGIN) + p % WIDE + SIZE - 1
     for out in tl.static_range(3):
-        value = tl.sum(red if out == 0 else (green if out == 1 else blue), 0) + tl.load(
-            encoder + 12 * SIZE * SIZE + out
-        )
+        value = (red if out == 0 else (green if out == 1 else blue)) + tl.load(encoder + 12 * SIZE * SIZE + out)
         mean = tl.sum(tl.where(inside, value, 0.0), 0) / (HIGH * WIDE)
         value = tl.where(inside, value - mean, 0.0)
         deviation = tl.sqrt(tl.sum(value * value, 0) / (HIGH * WIDE) + EPS)
@@ -154,9 +137,9 @@ def _decode_kernel(
         decoder = numbers + tl.multiple_of(tl.load(layout + branch * 3 + 1), 4)
         new_red, new_green, new_blue = _decode(planes, decoder, corner, there, c, WIDTH + MARGIN, SIZES[branch], PIXELS)
         share = tl.load(own + first + branch) / total
-        mixed_red += share * (_tanh(new_red) if TANH else new_red)
-        mixed_green += share * (_tanh(new_green) if TANH else new_green)
-        mixed_blue += share * (_tanh(new_blue) if TANH else new_blue)
+        mixed_red += share * (tanh(new_red) if TANH else new_red)
+        mixed_green += share * (tanh(new_green) if TANH else new_green)
+        mixed_blue += share * (tanh(new_blue) if TANH else new_blue)
     base = image * 3 * HEIGHT * WIDTH + p
     share = tl.load(own + first + BRANCHES) / total
     for out in tl.static_range(3):
@@ -168,7 +151,7 @@ def _decode_kernel(
                 value = tl.load(inputs + base + channel * HEIGHT * WIDTH, mask=inside, other=0.0)
                 colour += value * tl.load(numbers + out * 3 + channel)
             colour *= tl.load(keep + at, mask=inside, other=0).to(tl.float32) / (1 - dropout)
-            mixed += tl.load(own) / total * (_tanh(colour) if TANH else colour)
+            mixed += tl.load(own) / total * (tanh(colour) if TANH else colour)
         mixed += share * tl.load(images + at, mask=inside, other=0.0)
         mixed = tl.sigmoid(mixed)
         if RENORMALISE:

@@ -40,6 +40,7 @@ from ratp.parts.scores import scores
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.step_decay import StepDecaySGD, check_step_decay
 from ratp.parts.style import StyleModule
+from ratp.parts.style_draw import Blend
 from ratp.pseudo_labels import PseudoLabelPhase
 from ratp.training import NetworkMethod
 
@@ -108,6 +109,7 @@ class L2D(NetworkMethod):
             self.style = StyleModule(setting.image_size, config.kernel_sizes).to(setting.device)
         with setting.randomness.scope("variance"):
             self.variance = nn.Linear(sizes.hidden, sizes.dim).to(setting.device)
+        self.blend = Blend(config.styled, self.scaling.mean, self.scaling.std)
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """One phase with true labels."""
@@ -125,13 +127,8 @@ class L2D(NetworkMethod):
         mean, log_variance = last(hidden), F.relu(self.variance(hidden))
         # z = μ + 0.2·σ·ε
         noise = torch.randn(mean.shape, generator=generator, device=generator.device)
-        embedding = mean + self.config.spread * (log_variance / 2).exp() * noise
+        embedding = torch.addcmul(mean, (log_variance / 2).exp(), noise, value=self.config.spread)
         return Encoding(mean, log_variance, embedding, scores(embedding, network.prototypes))
-
-    def mixed(self, images: Tensor, styles: Tensor) -> Tensor:
-        """x̃ of normalised images and what the style module makes of them."""
-        share = self.config.styled
-        return share * self.scaling.unit(styles.sigmoid()) + (1 - share) * images
 
     def state(self) -> dict[str, Tensor]:
         """Network, memory, style module and the head of log σ²."""
@@ -162,7 +159,7 @@ class L2DPhase(PseudoLabelPhase):
             steps=recipe.steps,
         )
         super().__init__(method, images, labels, optimiser, union=config.replay == "union", refresh=config.refresh)
-        self._l2d, self._config, self._classes = method, config, len(setting.classes)
+        self._l2d, self._config = method, config
         self._style_optimiser = StageSGD(method.style.parameters(), config.style_lr, recipe.epochs, STYLE_SGD)
         self._styles, self._noise = (setting.generator(name, method.stage) for name in ("styles", "embeddings"))
         self.generators = (*self.generators, self._styles, self._noise)
@@ -177,29 +174,27 @@ class L2DPhase(PseudoLabelPhase):
     def _learn(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The network's turn."""
         config, both = self._config, torch.cat([labels, labels])
-        styles = self._l2d.style.restyle(images, self._styles)
-        mean, log_variance, z, logits = self._l2d.encode(
-            torch.cat([self._l2d.mixed(images, styles), images]), self._noise
-        )
+        styled = self._l2d.style.restyle(images, self._l2d.blend, self._styles)
+        mean, log_variance, z, logits = self._l2d.encode(torch.cat([styled, images]), self._noise)
         terms = {"ce": F.cross_entropy(logits, both)}
         if config.contrast:
             terms["contrast"] = config.contrast * supervised_contrastive(z, both, config.temperature).mean()
         if config.likelihood:
-            styled, clean = slice(None, len(images)), slice(len(images), None)
-            terms["likelihood"] = config.likelihood * misfit(mean[clean], log_variance[clean], z[styled])
+            guess = mean[len(images) :], log_variance[len(images) :]
+            terms["likelihood"] = config.likelihood * misfit(*guess, z[: len(images)])
         total = torch.stack(list(terms.values())).sum()
         self.optimiser.minimise(total)
         return {"total": total, **terms}
 
     def _diversify(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The style module's turn, through the network as it now is."""
-        styles = self._l2d.style.estimate(images, self._styles)
-        mean, log_variance, z, _ = self._l2d.encode(torch.cat([self._l2d.mixed(images, styles), images]), self._noise)
-        styled, clean = slice(None, len(images)), slice(len(images), None)
-        terms = {"discrepancy": conditional_mmd(z[styled], z[clean], labels, self._classes)}
+        styled = self._l2d.style.estimate(images, self._l2d.blend, self._styles)
+        mean, log_variance, z, _ = self._l2d.encode(torch.cat([styled, images]), self._noise)
+        terms = {"discrepancy": conditional_mmd(z, labels)}
         if self._config.information:
             order = random_order(len(images), self._styles)
-            bound = information_bound(mean[clean], log_variance[clean], z[styled], order)
+            guess = mean[len(images) :], log_variance[len(images) :]
+            bound = information_bound(*guess, z[: len(images)], order)
             terms["information"] = self._config.information * bound
         self._style_optimiser.minimise(torch.stack(list(terms.values())).sum())
         return terms

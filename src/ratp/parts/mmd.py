@@ -19,33 +19,27 @@ KERNELS, STEP = 5, 2.0
 FEWEST = 2
 
 
-def conditional_mmd(some: Tensor, others: Tensor, labels: Tensor, classes: int) -> Tensor:
+def conditional_mmd(features: Tensor, labels: Tensor) -> Tensor:
     """Mean MMD over the classes with two pairs or more; 0 if there are none. Shapes never depend on the labels.
 
     Args:
-        some: a, shape (n, d).
-        others: b, shape (n, d); each of the class of the feature in its place.
+        features: a, then b, each of the class of the feature in its place; shape (2n, d).
         labels: Classes, shape (n,).
-        classes: Number of classes.
     """
-    dtype = torch.promote_types(some.dtype, torch.float32)
-    features, both = torch.cat([some, others]).to(dtype), torch.cat([labels, labels])
-    members = (labels[:, None] == torch.arange(classes, device=labels.device)).to(dtype)
-    pairs = members.sum(dim=0)
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    features, both = features.to(dtype), torch.cat([labels, labels])
     same = (both[:, None] == both[None, :]).to(dtype)
+    count = same.sum(dim=1)  # of the class of each row, 2n
     squares = (features[:, None] - features[None, :]).square().sum(dim=2)
-    # w = Σ‖x − y‖² / (2n·(2n − 1)) / 2², for the class of each row
-    in_class = (squares.detach() * same).sum(dim=1)
-    rows = torch.cat([members, members])
-    total, count = rows.T @ in_class, 2 * pairs
-    widths = total / (count * (count - 1)).clamp_min(1) / STEP ** (KERNELS // 2)
-    width = (rows @ widths)[:, None].clamp_min(torch.finfo(dtype).tiny ** 0.5)
-    kernel = (squares / width * _factors(features.device, dtype)).exp().sum(dim=0)
+    # w = Σ‖x − y‖² / (2n·(2n − 1)) / 2²
+    total = same @ (squares.detach() * same).sum(dim=1)
+    width = (total / (count * (count - 1) * STEP ** (KERNELS // 2))).clamp_min(torch.finfo(dtype).tiny ** 0.5)
+    kernel = (squares * (_factors(features.device, dtype) / width[:, None])).exp().sum(dim=0)
     # every class by its own n², and only where there are enough
-    enough = (pairs >= FEWEST).to(dtype)
-    share = rows @ (enough / pairs.clamp_min(1).square())
-    weights = same * _signs(len(labels), features.device, dtype) * share[:, None]
-    return (kernel * weights).sum() / enough.sum().clamp_min(1)
+    enough = (count >= 2 * FEWEST).to(dtype)
+    weights = same * _signs(len(labels), features.device, dtype) * (enough / (count / 2).square())[:, None]
+    # each of a class's 2n rows counts 1/2n of it
+    return (kernel * weights).sum() / (enough / count).sum().clamp_min(1)
 
 
 @cache

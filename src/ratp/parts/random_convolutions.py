@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -21,19 +20,6 @@ PACKED_ON_CPU, PACKED_ON_GPU = 4, 8
 WIDE = 64
 
 
-@dataclass(frozen=True)
-class PackedLinear(Linear):
-    """A convolution with its weights as the kernel for small images reads them (:mod:`ratp.kernels.convolve`).
-
-    Attributes:
-        taps: Of the convolution.
-        turned: Of the one with the kernel turned around, in- and output exchanged: the transposed convolution's.
-    """
-
-    taps: Tensor
-    turned: Tensor
-
-
 class Layers:
     """Random convolutions of given kernel sizes, all drawn at once: one call instead of one for each tensor."""
 
@@ -45,7 +31,6 @@ class Layers:
             self._bounds += [1 / math.sqrt(CHANNELS * size * size)] * 2
         self._counts = [math.prod(shape) for shape in self._shapes]
         self._bounds_on: dict[torch.device, Tensor] = {}
-        self._places_on: dict[torch.device, Tensor] = {}
 
     def draw(self, init: Literal["uniform", "normal"], generator: torch.Generator) -> list[Linear]:
         """Weights and biases: uniform within ±bound, or normal with that bound as deviation."""
@@ -68,38 +53,10 @@ class Layers:
         tensors = [part.view(shape) for part, shape in parts]
         return [Linear(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
 
-    def split_for(self, images: Tensor, numbers: Tensor) -> list[Linear]:
-        """The same, packed all at once if images are such that the kernel for small ones will convolve them."""
-        return self.pack(numbers) if _kernel_takes(images) else self.split(numbers)
-
-    def pack(self, numbers: Tensor) -> list[Linear]:
-        """Weights and biases with the taps of all layers."""
-        device = numbers.device
-        if device not in self._places_on:
-            self._places_on[device] = self._places().to(device)
-        taps = F.pad(numbers, (0, 1)).index_select(0, self._places_on[device])
-        sizes = [shape[-1] for shape in self._shapes[::2] for _ in range(2)]
-        parts = zip(torch.split(taps, [12 * size * size for size in sizes]), sizes, strict=True)
-        packed = [part.view(size, size, CHANNELS, 4) for part, size in parts]
-        layers = zip(self.split(numbers), packed[::2], packed[1::2], strict=True)
-        return [PackedLinear(layer.weight, layer.bias, ahead, turned) for layer, ahead, turned in layers]
-
-    def _places(self) -> Tensor:
-        """Where the taps of all layers lie in their numbers, both ways round; what is zero is behind the last."""
-        found, at, nowhere = [], 0, sum(self._counts)
-        for shape in self._shapes[::2]:
-            weight = torch.arange(at, at + math.prod(shape)).view(shape)
-            at += math.prod(shape) + CHANNELS
-            both = weight, weight.flip(2, 3).transpose(0, 1)
-            found += [F.pad(kernel.permute(2, 3, 0, 1), (0, 1), value=nowhere).reshape(-1) for kernel in both]
-        return torch.cat(found)
-
 
 def transposed_convolution(hidden: Tensor, layer: Linear) -> Tensor:
     """A transposed convolution as the padded convolution with the flipped kernel: on CPUs five times faster."""
     padding = layer.weight.shape[-1] - 1
-    if isinstance(layer, PackedLinear):
-        return _by_taps(hidden, layer.turned, layer.taps, layer.bias, padding)
     return convolution(hidden, Linear(layer.weight.flip(2, 3).transpose(0, 1), layer.bias), padding)
 
 
@@ -108,28 +65,15 @@ def convolution(inputs: Tensor, layer: Linear, padding: int = 0) -> Tensor:
 
     More channels are packed, or on a GPU, for small images, a kernel of ours does it. The weights get no gradient.
     """
-    if isinstance(layer, PackedLinear):
-        return _by_taps(inputs, layer.taps, layer.turned, layer.bias, padding)
     if not inputs.is_cuda:
         return packed_convolution(inputs, layer, padding, PACKED_ON_CPU)
     if inputs.shape[-1] >= WIDE:
         return packed_convolution(inputs, layer, padding, PACKED_ON_GPU)
-    if _kernel_takes(inputs):
+    if kernels.usable(inputs.device):
         from ratp.kernels.convolve import convolve
 
         return convolve(inputs, layer.weight, layer.bias, padding)
     return F.conv2d(inputs, layer.weight, layer.bias, padding=padding)
-
-
-def _kernel_takes(images: Tensor) -> bool:
-    """Whether a kernel of ours convolves images."""
-    return images.is_cuda and images.shape[-1] < WIDE and kernels.usable(images.device)
-
-
-def _by_taps(inputs: Tensor, taps: Tensor, turned: Tensor, bias: Tensor, padding: int) -> Tensor:
-    from ratp.kernels.convolve import convolve_by_taps
-
-    return convolve_by_taps(inputs, taps, turned, bias, padding)
 
 
 def packed_convolution(inputs: Tensor, layer: Linear, padding: int, block: int) -> Tensor:

@@ -25,12 +25,12 @@ def supervised_contrastive(
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     directions = F.normalize(features.to(dtype), dim=1)
-    others = ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    if valid is not None:
-        others = others & valid[None, :] & valid[:, None]
     # A number instead of −∞: a sample without others must not turn the gradient into none.
-    similar = (directions @ directions.T / temperature).masked_fill(~others, torch.finfo(dtype).min / 2)
-    log_shares = similar - similar.logsumexp(dim=1, keepdim=True)
-    attracts = others & (labels[:, None] == labels[None, :])
+    similar = (directions @ directions.T / temperature).fill_diagonal_(torch.finfo(dtype).min / 2)
+    attracts = (labels[:, None] == labels[None, :]).fill_diagonal_(False)
+    if valid is not None:
+        both = valid[None, :] & valid[:, None]
+        similar, attracts = similar.masked_fill(~both, torch.finfo(dtype).min / 2), attracts & both
     count = attracts.sum(dim=1)
-    return -log_shares.masked_fill(~attracts, 0).sum(dim=1) / count.clamp_min(1)
+    # log Σ_a e^{s_ia} − mean_p s_ip, if there is a p
+    return similar.logsumexp(dim=1) * (count > 0) - (similar * (attracts / count.clamp_min(1)[:, None])).sum(dim=1)

@@ -7,7 +7,8 @@ convolution, each branch with its own kernel size; one more branch is a 1×1 con
 
 Scales γ, shifts β and the level of a noise added to x are trained, convolutions never are. In use, convolutions and
 mixing weights w are drawn anew in every call, and colours drop out here and there: Σ w_i·B_i(x) / Σ w_i. For its own
-training the module has convolutions that stay, and the mean of the branches.
+training the module has convolutions that stay, and the mean of the branches. The result's σ, normalised, is mixed with
+the images themselves (:class:`ratp.parts.style_draw.Blend`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ratp import kernels
 from ratp.errors import ConfigError
 from ratp.parts.randmix import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
 from ratp.parts.random_convolutions import CHANNELS, Layers, convolution, transposed_convolution
+from ratp.parts.style_draw import Blend, Chance
 
 NOISE_UNIT = 0.01
 SPREAD = 0.1
@@ -60,14 +63,16 @@ class StyleModule(nn.Module):
         shapes = [(CHANNELS, height - k + 1, width - k + 1) for k in kernel_sizes]
         self.scales = nn.ParameterList(nn.Parameter(1 + SPREAD * torch.randn(shape)) for shape in shapes)
         self.shifts = nn.ParameterList(nn.Parameter(SPREAD * torch.randn(shape)) for shape in shapes)
+        self._kernel_sizes = tuple(kernel_sizes)
         self._layers = Layers([1, *(k for k in kernel_sizes for _ in range(2))])
         self.register_buffer("fixed", self._layers.numbers("uniform", torch.default_generator))
 
-    def restyle(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """New styles by convolutions and mixing weights drawn now; no gradient is recorded.
+    def restyle(self, images: Tensor, blend: Blend, generator: torch.Generator) -> Tensor:
+        """Images in new styles by convolutions and mixing weights drawn now; no gradient is recorded.
 
         Args:
             images: Normalised, shape (n, 3, height, width).
+            blend: How a style is put on them.
             generator: Source of the random numbers.
         """
         device = generator.device
@@ -76,26 +81,59 @@ class StyleModule(nn.Module):
             numbers = self._layers.numbers("uniform", generator)
             keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
             weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
+            chance = Chance(weights, keep, SMALLEST_WEIGHT_SUM, COLOUR_DROPOUT)
+            if self._kernel_takes(images):
+                from ratp.kernels import style
+
+                row = torch.cat([part.reshape(-1) for part in (*self.scales, *self.shifts)])
+                inputs = self._noisy(images, noise)
+                return style.restyle(images.contiguous(), inputs, numbers, self._kernel_sizes, row, chance, blend)
             total = weights.sum()
             shares = weights / torch.copysign(total.abs().clamp_min(SMALLEST_WEIGHT_SUM), total)
             branches = self._branches(images, noise, numbers, keep / (1 - COLOUR_DROPOUT))
             # Σ w_i·B_i(x) / Σ w_i
-            return (shares.view(-1, 1, 1, 1, 1) * branches).sum(dim=0)
+            return blend(images, (shares.view(-1, 1, 1, 1, 1) * branches).sum(dim=0))
 
-    def estimate(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """New styles by the convolutions that stay: what the module learns by.
+    def estimate(self, images: Tensor, blend: Blend, generator: torch.Generator) -> Tensor:
+        """Images in new styles by the convolutions that stay: what the module learns by.
 
         Args:
             images: Normalised, shape (n, 3, height, width).
+            blend: How a style is put on them.
             generator: Source of the noise.
         """
         noise = torch.randn(images.shape, generator=generator, device=generator.device)
-        return self._branches(images, noise, self.fixed, None).mean(dim=0)
+        if self._kernel_takes(images):
+            from ratp.kernels import style
+
+            return style.estimate(
+                images,
+                noise,
+                NOISE_UNIT,
+                self.fixed,
+                self._kernel_sizes,
+                blend,
+                self.noise_level,
+                list(self.scales),
+                list(self.shifts),
+            )
+        return blend(images, self._branches(images, noise, self.fixed, None).mean(dim=0))
+
+    def _kernel_takes(self, images: Tensor) -> bool:
+        """Whether kernels of ours do all of it."""
+        if not kernels.usable(images.device):
+            return False
+        from ratp.kernels import style
+
+        return style.fits(images)
+
+    def _noisy(self, images: Tensor, noise: Tensor) -> Tensor:
+        return torch.addcmul(images, self.noise_level, noise, value=NOISE_UNIT)
 
     def _branches(self, images: Tensor, noise: Tensor, numbers: Tensor, keep: Tensor | None) -> Tensor:
         """B_i(x), colours first, shape (branches, n, 3, height, width)."""
-        inputs = torch.addcmul(images, self.noise_level, noise, value=NOISE_UNIT)
-        colour, *layers = self._layers.split_for(images, numbers)
+        inputs = self._noisy(images, noise)
+        colour, *layers = self._layers.split(numbers)
         colours = F.conv2d(inputs, colour.weight, colour.bias)
         results = [colours if keep is None else colours * keep]
         for encoder, decoder, scale, shift in zip(layers[::2], layers[1::2], self.scales, self.shifts, strict=True):
