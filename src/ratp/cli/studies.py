@@ -157,7 +157,7 @@ def _print_states(title: str, entries: Sequence[Entry], states: dict[str, State]
         table.add_row(Text(f"  {label}"), *(str(counts[state] or "") for state in seen))
     totals = Counter(states.values())
     table.add_section()
-    table.add_row(f"{len(entries)} runs", *(str(totals[state]) for state in seen))
+    table.add_row("1 run" if len(entries) == 1 else f"{len(entries)} runs", *(str(totals[state]) for state in seen))
     console.print(table)
 
 

@@ -46,7 +46,8 @@ def follow_study(
             return
         todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
         watcher = _Watcher(todo)
-        console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} runs to make", soft_wrap=True)
+        runs = "run" if len(study.entries) == 1 else "runs"
+        console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} {runs} to make", soft_wrap=True)
         if not console.is_terminal:
 
             def tell(entry: Entry, result: Result) -> None:
