@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratp.config import as_decided, as_dict, override, switch, switches
+from ratp.config import as_dict, override, switch, switches
 from ratp.errors import ConfigError, RatpError, unknown
 from ratp.methods.ratp import RaTPConfig
 from ratp.recipe import Recipe
@@ -319,20 +319,3 @@ class TestSwitches:
     @pytest.mark.parametrize("config", [RaTPConfig(), Recipe()], ids=["ratp", "recipe"])
     def test_every_switch_explains_itself(self, config):
         assert all(s.explanation for s in switches(config))
-
-
-class TestLaterSwitches:
-    """A switch that came when there were results."""
-
-    @dataclass(frozen=True)
-    class Grown:
-        old: int = switch(1, "a number")
-        new: tuple[int, ...] = switch((2,), "another", later=True)
-
-    def test_with_the_value_all_had_before_it_goes_without_saying(self):
-        assert as_decided(self.Grown()) == {"old": 1}
-        assert as_decided(override(self.Grown(), {"new": "2"})) == {"old": 1}
-        assert as_dict(self.Grown()) == {"old": 1, "new": [2]}
-
-    def test_another_value_is_said(self):
-        assert as_decided(override(self.Grown(), {"new": "3,4", "old": 5})) == {"old": 5, "new": [3, 4]}

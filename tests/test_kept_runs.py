@@ -71,13 +71,6 @@ def test_what_was_usual_then_can_be_asked_for(folder):
 
 
 @kept("finished")
-def test_a_switch_it_did_not_know_is_told_apart(folder):
-    result = ratp(*COMMAND, "--set", "network.norm=true", "--out", folder, "--quiet")
-    assert result.code == 2
-    assert "It differs in network.norm: not said there, True asked for. Choose another folder" in result.err
-
-
-@kept("finished")
 def test_a_finished_one_is_known_to_be_finished(folder):
     before = read_tensors(folder / "weights.safetensors")[0]
     result = ratp(*COMMAND, "--out", folder, "--quiet")

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import same_tensors, toy_method, toy_plan
 from ratp.backbones import ChannelDropout
 from ratp.errors import ConfigError
-from ratp.methods import METHODS
 from ratp.network import Network, NetworkConfig, check_network
 from ratp.randomness import Randomness
 
@@ -27,47 +25,6 @@ def images(count=4, seed=0):
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-class TestNormalisedEmbedding:
-    def test_every_dimension_is_normalised_over_a_batch(self):
-        embedding = make(width=0.1, hidden=16, dim=8, norm=True).train()(images(32)).embedding
-        torch.testing.assert_close(embedding.mean(dim=0), torch.zeros(8), rtol=0, atol=1e-5)
-        torch.testing.assert_close(embedding.var(dim=0, correction=0), torch.ones(8), rtol=0, atol=0.05)
-
-    def test_all_else_is_as_without(self):
-        plain, normalised = small(), make(width=0.1, hidden=16, dim=8, norm=True)
-        state = normalised.state_dict()
-        assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
-        assert {name.rpartition(".")[0] for name in state.keys() - plain.state_dict().keys()} == {"bottleneck.4"}
-        # statistics of nothing yet: 0 and 1
-        with torch.no_grad():
-            found, expected = normalised.eval()(images()), plain.eval()(images())
-        torch.testing.assert_close(found.embedding, expected.embedding, rtol=1e-4, atol=1e-6)
-
-
-class TestEmbeddingDropout:
-    def test_numbers_drop_out_one_by_one_while_training(self):
-        network = make(width=0.1, hidden=16, dim=8, dropout=0.25)
-        network.use_generator(generator())
-        hidden = torch.ones(400, 16)
-        with torch.no_grad():
-            expected = small().bottleneck[3](hidden)
-            found = network.train().bottleneck.embed(hidden)
-            assert torch.equal(network.eval().bottleneck.embed(hidden), expected)
-        dropped = found == 0
-        assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.03)
-        assert len(dropped.unique(dim=0)) > 50  # not the same ones in every image
-        torch.testing.assert_close(found[~dropped], (expected / 0.75)[~dropped])
-
-    def test_it_draws_from_the_networks_generator(self):
-        network = make(width=0.1, hidden=16, dim=8, dropout=0.5).train()
-        results = []
-        for _ in range(2):
-            network.use_generator(generator(3))
-            results.append(network(images()).embedding)
-        assert torch.equal(*results)
-        assert not torch.equal(network(images()).embedding, results[0])
 
 
 class TestShape:
@@ -279,17 +236,3 @@ class TestFrozenCopy:
         before = torch.get_rng_state()
         network.frozen_copy()
         assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"gsfda", "oracle"}))
-def test_every_method_learns_with_another_end_of_the_bottleneck(method):
-    states = []
-    for _ in range(2):
-        plan = toy_plan(method, changes={"network.norm": True, "network.dropout": 0.5})
-        built, source, targets = toy_method(plan)
-        built.fit_source(source)
-        built.adapt(targets[0].unlabelled())
-        states.append(built.state())
-        assert built.predict(targets[1].images).isfinite().all()
-    assert same_tensors(*states)
-    assert any(".bottleneck.4.running_mean" in f".{name}" for name in states[0])

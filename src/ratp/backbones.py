@@ -41,10 +41,10 @@ class ChannelDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Zeroes channels and scales the rest up."""
         keep = self.draw(x)
-        return x if keep is None else x * keep.reshape(*keep.shape, *[1] * (x.dim() - 2)).to(x.dtype)
+        return x if keep is None else x * keep[:, :, None, None].to(x.dtype)
 
     def draw(self, x: Tensor) -> Tensor | None:
-        """The factor on every channel of every image, shape (n, c), whatever lies in one; None: nothing is dropped."""
+        """The factor on every channel of every image, shape (n, c); None where nothing is dropped."""
         if not self.training:
             return None
         keep = torch.rand(x.shape[:2], generator=self.generator, device=x.device) >= self.probability

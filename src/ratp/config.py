@@ -25,7 +25,6 @@ def switch(
     minimum: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    later: bool = False,
 ) -> Any:
     """A configuration field.
 
@@ -36,10 +35,8 @@ def switch(
         minimum: Smallest value allowed.
         above: Values must lie above this.
         below: Values must lie below this.
-        later: Whether it came when there were results already, which had its default without saying so.
     """
-    metadata: dict[str, Any] = {"explanation": explanation, "row": row, "later": later}
-    metadata |= {"minimum": minimum, "above": above, "below": below}
+    metadata = {"explanation": explanation, "row": row, "minimum": minimum, "above": above, "below": below}
     if is_dataclass(default):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -55,7 +52,6 @@ class Switch:
         kind: Its type, in words.
         explanation: What it does.
         row: Its row in the list of differences between paper and published code, if it stands there.
-        unsaid: Whether it came later than the first results, and has the value they had.
     """
 
     name: str
@@ -63,7 +59,6 @@ class Switch:
     kind: str
     explanation: str
     row: int | None
-    unsaid: bool = False
 
 
 def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
@@ -76,25 +71,12 @@ def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
         else:
             meta = item.metadata
             kind = _describe(hints[item.name])
-            unsaid = bool(meta.get("later")) and value == item.default
-            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("row"), unsaid)
+            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("row"))
 
 
 def as_dict(config: Any) -> dict[str, Any]:
     """A configuration as plain data, by dotted names."""
-    return {s.name: _plain(s.value) for s in switches(config)}
-
-
-def as_decided(config: Any) -> dict[str, Any]:
-    """The same as a result keeps it: without switches that came later and have the value all had before.
-
-    So a result stays what it is when there is one more switch, and runs that began before it go on.
-    """
-    return {s.name: _plain(s.value) for s in switches(config) if not s.unsaid}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return {s.name: list(s.value) if isinstance(s.value, tuple) else s.value for s in switches(config)}
 
 
 def override(config: T, changes: Mapping[str, Any]) -> T:

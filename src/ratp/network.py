@@ -26,14 +26,6 @@ class NetworkConfig:
     width: float = switch(1.0, "factor on the channels of dtn", above=0, below=100)
     hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
     dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)
-    norm: bool = switch(False, "BatchNorm of the embedding, as SHOT's own bottleneck has", later=True)
-    dropout: float = switch(
-        0.0,
-        "share of an embedding that drops out while training; SHOT's own bottleneck has 0.5 for digits",
-        minimum=0,
-        below=1,
-        later=True,
-    )
 
 
 def check_network(config: NetworkConfig, image_size: tuple[int, int] | None = None) -> None:
@@ -75,22 +67,12 @@ class _WideLinear(nn.Linear):
 
 
 class _Bottleneck(nn.Sequential):
-    """Linear, BatchNorm, ReLU, Linear, then BatchNorm and dropout if asked for: the second and third in one go."""
+    """Linear, BatchNorm, ReLU, Linear: the middle two in one go."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The embedding of features."""
-        return self.embed(self.hide(x))
-
-    def hide(self, x: Tensor) -> Tensor:
-        """The hidden layer's output."""
-        first, norm, *_ = self
-        return cast(Tensor, norm(first(x), relu=True))
-
-    def embed(self, hidden: Tensor) -> Tensor:
-        """What becomes of it."""
-        for layer in list(self)[3:]:
-            hidden = layer(hidden)
-        return hidden
+        """The embedding."""
+        first, norm, _, last = self
+        return cast(Tensor, last(norm(first(x), relu=True)))
 
 
 class Network(nn.Module):
@@ -98,7 +80,7 @@ class Network(nn.Module):
 
     Attributes:
         backbone: F, images to features.
-        bottleneck: B, Linear · BatchNorm · ReLU · Linear (· BatchNorm) (· dropout).
+        bottleneck: B, Linear · BatchNorm · ReLU · Linear.
         classifier: W, linear without bias.
     """
 
@@ -125,8 +107,6 @@ class Network(nn.Module):
             BatchNorm1d(config.hidden),
             nn.ReLU(),
             nn.Linear(config.hidden, config.dim),
-            *([BatchNorm1d(config.dim)] if config.norm else []),
-            *([ChannelDropout(config.dropout)] if config.dropout else []),
         )
         self.classifier = nn.Linear(config.dim, classes, bias=False)
         for layer in (self.bottleneck[0], self.bottleneck[3]):

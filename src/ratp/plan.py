@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ratp.config import as_decided, as_dict, override
+from ratp.config import as_dict, override
 from ratp.data.cache import cache_folder
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, unknown
@@ -158,7 +158,7 @@ class RunPlan:
             return None
         about = {
             "seed": self.seed,
-            "recipe": as_decided(self.recipe),
+            "recipe": as_dict(self.recipe),
             "classes": list(stream.classes),
             "source": stream.fingerprints[stream.order[0]],
             "weights": self.weights.sha256 if self.weights else None,
@@ -175,8 +175,8 @@ class RunPlan:
             "method": self.method.name,
             "method_file": _file_hash(self.method),
             "seed": self.seed,
-            "recipe": as_decided(self.recipe),
-            "switches": as_decided(self.config),
+            "recipe": as_dict(self.recipe),
+            "switches": as_dict(self.config),
             **acting,
         }
 

@@ -88,8 +88,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     settings: list[tuple[str, Any, Any]] = []
     if there.get("method") == here["method"]:
         for key in ("recipe", "switches"):
-            old = there[key] if isinstance(there.get(key), dict) else {}
-            settings += [(n, old.get(n), here[key].get(n)) for n in {**here[key], **old}]
+            old = there.get(key)
+            settings += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
     others, settings = ([pair for pair in some if pair[1] != pair[2]] for some in (pairs, settings))
     parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in (*others, *settings)]
     if parts:
@@ -110,6 +110,4 @@ def _as_options(settings: Sequence[tuple[str, Any, Any]]) -> str:
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "not said"
     return ">".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import source_free_checks as checks
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_plan
 from ratp.domain import LabelledDomain
-from ratp.errors import ConfigError
 from ratp.method import Setting
 from ratp.methods.gsfda import GSFDA
 from ratp.parts.domain_attention import annealed_scale, domain_masks, used_elsewhere
@@ -33,11 +32,6 @@ def settle_masks(method, rows):
     """Masks as given, of ones and zeros."""
     with torch.no_grad():
         method.gate.domains.copy_(2 * torch.tensor(rows, dtype=torch.float32) - 1)
-
-
-def test_masks_have_no_place_before_a_norm():
-    with pytest.raises(ConfigError, match=r"network\.norm must be false"):
-        checks.built(NAME, **{"network.norm": True})
 
 
 class TestSource:

@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from ratp.config import switch
 from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import ConfigError
 from ratp.inference import run_in_chunks
 from ratp.method import Phase, Setting
 from ratp.network import Output
@@ -93,8 +92,6 @@ class GSFDA(CopyingMethod):
     config: GSFDAConfig
 
     def __init__(self, setting: Setting, config: GSFDAConfig) -> None:
-        if setting.recipe.network.norm:
-            raise ConfigError("gsfda masks what the bottleneck's last layer gives: network.norm must be false.")
         super().__init__(setting, config)
         with setting.randomness.scope("domain attention"):
             self.gate = MaskedLinear(cast(nn.Linear, self.network.bottleneck[3]), config.slots)

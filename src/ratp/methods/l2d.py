@@ -122,8 +122,9 @@ class L2D(NetworkMethod):
     def encode(self, images: Tensor, generator: torch.Generator) -> Encoding:
         """Encodes normalised images, with embeddings drawn from the generator."""
         network = self.network
-        hidden = network.bottleneck.hide(network.features(images))
-        mean, log_variance = network.bottleneck.embed(hidden), F.relu(self.variance(hidden))
+        first, norm, _, last = network.bottleneck
+        hidden = norm(first(network.features(images)), relu=True)
+        mean, log_variance = last(hidden), F.relu(self.variance(hidden))
         # z = μ + 0.2·σ·ε
         noise = torch.randn(mean.shape, generator=generator, device=generator.device)
         embedding = torch.addcmul(mean, (log_variance / 2).exp(), noise, value=self.config.spread)
