@@ -23,11 +23,11 @@ def module(device, kernel_sizes=(3, 9, 5)):
     return made.to(device)
 
 
-def results(style, device, share):
+def results(style, device, share, layout=torch.contiguous_format):
     """Both kinds of styles, and the gradients of the one that has them."""
     mean, std = torch.tensor([0.5, 0.4, 0.3], device=device), torch.tensor([0.5, 0.6, 0.7], device=device)
     blend = Blend(share, mean, std)
-    images = torch.randn(3, 3, *SIZE, generator=torch.Generator().manual_seed(2)).to(device)
+    images = torch.randn(3, 3, *SIZE, generator=torch.Generator().manual_seed(2)).to(device, memory_format=layout)
     sources = [torch.Generator(device).manual_seed(seed) for seed in (3, 4)]
     restyled = style.restyle(images, blend, sources[0])
     estimated = style.estimate(images, blend, sources[1])
@@ -38,13 +38,14 @@ def results(style, device, share):
 
 @pytest.mark.parametrize("share", [0.6, 1.0])
 @pytest.mark.parametrize("kernel_sizes", [(3, 9, 5), (4,)])
-def test_kernels_give_the_same(kernel_sizes, share, device, monkeypatch):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_kernels_give_the_same(layout, kernel_sizes, share, device, monkeypatch):
     style = module(device, kernel_sizes)
     used = []
     forward = style_kernels._forward
     monkeypatch.setattr(style_kernels, "_forward", lambda *args: used.append(1) or forward(*args))
     monkeypatch.setattr(kernels, "usable", lambda device: True)
-    found = results(style, device, share)
+    found = results(style, device, share, layout)
     assert len(used) == 2
     monkeypatch.undo()
     with kernels.plain(), torch.backends.cudnn.flags(allow_tf32=False):

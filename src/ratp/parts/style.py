@@ -85,9 +85,10 @@ class StyleModule(nn.Module):
             if self._kernel_takes(images):
                 from ratp.kernels import style
 
+                images = images.contiguous()
                 row = torch.cat([part.reshape(-1) for part in (*self.scales, *self.shifts)])
                 inputs = self._noisy(images, noise)
-                return style.restyle(images.contiguous(), inputs, numbers, self._kernel_sizes, row, chance, blend)
+                return style.restyle(images, inputs, numbers, self._kernel_sizes, row, chance, blend)
             total = weights.sum()
             shares = weights / torch.copysign(total.abs().clamp_min(SMALLEST_WEIGHT_SUM), total)
             branches = self._branches(images, noise, numbers, keep / (1 - COLOUR_DROPOUT))
