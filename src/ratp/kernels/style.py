@@ -92,7 +92,7 @@ def _decode_kernel(
     images, inputs, hidden, numbers, keep, weights, mean, std, result, branches, units,
     share, smallest, dropout,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MARGIN: tl.constexpr, LEARN: tl.constexpr, DROP: tl.constexpr,
-    BRANCHES: tl.constexpr, SIZES: tl.constexpr, TAPS: tl.constexpr, BIASES: tl.constexpr, COLOUR: tl.constexpr,
+    BRANCHES: tl.constexpr, SIZES: tl.constexpr, TAPS: tl.constexpr, BIASES: tl.constexpr,
     TERMS: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
     """Images in their new style: what all branches give, mixed, and mixed with the images."""
@@ -132,10 +132,10 @@ def _decode_kernel(
             tl.store(own + 2 * HEIGHT * WIDTH, blue, mask=inside)
     for out in tl.static_range(3):
         at = base + out * (HEIGHT * WIDTH)
-        colour = tl.zeros([PIXELS], tl.float32) + tl.load(numbers + COLOUR + 9 + out)
+        colour = tl.zeros([PIXELS], tl.float32) + tl.load(numbers + 9 + out)
         for channel in tl.static_range(3):
             value = tl.load(inputs + base + channel * (HEIGHT * WIDTH), mask=inside, other=0.0)
-            colour += value * tl.load(numbers + COLOUR + out * 3 + channel)
+            colour += value * tl.load(numbers + out * 3 + channel)
         if DROP:
             colour *= tl.load(keep + at, mask=inside, other=0).to(tl.float32) / (1 - dropout)
         colour = tanh(colour)
@@ -220,7 +220,7 @@ def _encode_back_kernel(
 def _noise_back_kernel(
     slopes, hidden, noise, numbers, result,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MARGIN: tl.constexpr,
-    BRANCHES: tl.constexpr, SIZES: tl.constexpr, TAPS: tl.constexpr, COLOUR: tl.constexpr, PIXELS: tl.constexpr,
+    BRANCHES: tl.constexpr, SIZES: tl.constexpr, TAPS: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of what goes in, times the noise in it, summed over some pixels of one image."""
     image = tl.program_id(0)
@@ -247,17 +247,16 @@ def _noise_back_kernel(
         slope = all_red if channel == 0 else (all_green if channel == 1 else all_blue)
         for out in tl.static_range(3):
             colour = tl.load(slopes + base + out * (HEIGHT * WIDTH), mask=inside, other=0.0)
-            slope += colour * tl.load(numbers + COLOUR + out * 3 + channel)
+            slope += colour * tl.load(numbers + out * 3 + channel)
         total += slope * tl.load(noise + base + channel * (HEIGHT * WIDTH), mask=inside, other=0.0)
     tl.store(result + image * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
 
 
 class _Layout(NamedTuple):
-    """How the numbers of all convolutions lie in memory for the kernels.
+    """How the numbers of all convolutions lie in memory for the kernels: those of the colours first, as they are.
 
     Attributes:
         order: Where each of them comes from; behind the last of the numbers there is a zero.
-        colour: Where the colours' weights begin, their biases behind them.
         encoders: Where the encoders' taps begin, one a branch.
         encoders_turned: Those of the kernels turned around, in- and output exchanged.
         decoders: Likewise the decoders', as a convolution reads them.
@@ -267,7 +266,6 @@ class _Layout(NamedTuple):
     """
 
     order: Tensor
-    colour: int
     encoders: tuple[int, ...]
     encoders_turned: tuple[int, ...]
     decoders: tuple[int, ...]
@@ -302,7 +300,6 @@ def _layout(sizes: tuple[int, ...], device: torch.device) -> _Layout:
     encoders, decoders, encoders_turned, decoders_turned, encoder_biases, decoder_biases = found
     return _Layout(
         torch.cat(parts).to(device),  # complete, whichever stream asks for it
-        0,
         encoders,
         encoders_turned,
         decoders,
@@ -368,7 +365,7 @@ def _forward(
         blend.share, chance.smallest if chance else 0.0, chance.dropout if chance else 0.0,
         HEIGHT=height, WIDTH=width, MARGIN=margin, LEARN=learn, DROP=chance is not None,
         BRANCHES=branches, SIZES=sizes, TAPS=layout.decoders_turned, BIASES=layout.decoder_biases,
-        COLOUR=layout.colour, TERMS=triton.next_power_of_2(branches + 1), PIXELS=PIXELS_AT_ONCE,
+        TERMS=triton.next_power_of_2(branches + 1), PIXELS=PIXELS_AT_ONCE,
     )  # fmt: skip
     return result, (packed, normal, deviations, outputs, units)
 
@@ -426,7 +423,7 @@ class _Estimate(torch.autograd.Function):
         _noise_back_kernel[(count, chunks)](
             slopes, hidden, noise, packed, along,
             HEIGHT=height, WIDTH=width, MARGIN=margin, BRANCHES=branches, SIZES=sizes,
-            TAPS=layout.encoders_turned, COLOUR=layout.colour, PIXELS=PIXELS_AT_ONCE,
+            TAPS=layout.encoders_turned, PIXELS=PIXELS_AT_ONCE,
         )  # fmt: skip
         sums = style_slopes.sum(dim=1).reshape(-1).split([math.prod(shape) for shape in ctx.shapes])
         shaped = [part.view(shape) for part, shape in zip(sums, ctx.shapes, strict=True)]
