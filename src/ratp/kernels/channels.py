@@ -42,3 +42,34 @@ def correlate(corner, taps, there, STRIDE: tl.constexpr, SIZE: tl.constexpr, PIX
         corner += STRIDE
         tap += 12 * SIZE
     return tl.sum(red, 0), tl.sum(green, 0), tl.sum(blue, 0)
+
+
+@triton.jit
+def correlate_inside(
+    planes, taps, p, inside,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    """Three channels of a convolution without padding, at pixels p of the smaller image that it makes of ``planes``."""
+    c = tl.arange(0, 4)
+    WIDE: tl.constexpr = WIDTH - SIZE + 1
+    corner = planes + c[:, None] * (HEIGHT * WIDTH) + (p // WIDE * WIDTH + p % WIDE)[None, :]
+    return correlate(corner, taps, (c < 3)[:, None] & inside[None, :], WIDTH, SIZE, PIXELS)
+
+
+@triton.jit
+def place_in_frame(p, WIDTH: tl.constexpr, MARGIN: tl.constexpr, SIZE: tl.constexpr):
+    """Where pixels p of that smaller image lie in a plane with room for a frame of zeros around it."""
+    WIDE: tl.constexpr = WIDTH - SIZE + 1
+    return (p // WIDE + SIZE - 1) * (WIDTH + MARGIN) + p % WIDE + SIZE - 1
+
+
+@triton.jit
+def correlate_framed(
+    planes, taps, p, inside,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MARGIN: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    """Three channels of a convolution of it with all of its frame, at pixels p of an image of the first size."""
+    c = tl.arange(0, 4)
+    STRIDE: tl.constexpr = WIDTH + MARGIN
+    corner = planes + c[:, None] * ((HEIGHT + MARGIN) * STRIDE) + (p // WIDTH * STRIDE + p % WIDTH)[None, :]
+    return correlate(corner, taps, (c < 3)[:, None] & inside[None, :], STRIDE, SIZE, PIXELS)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ratp.kernels.channels import correlate, tanh
+from ratp.kernels.channels import correlate_inside, place_in_frame, tanh
 from ratp.parts.randmix_draw import Draw
 
 # Beyond, one program has too many pixels to hold.
@@ -43,15 +43,13 @@ def _encode(
     HIGH: tl.constexpr = HEIGHT - SIZE + 1
     WIDE: tl.constexpr = WIDTH - SIZE + 1
     p = tl.arange(0, PIXELS)
-    c = tl.arange(0, 4)
     inside = p < HIGH * WIDE
-    there = (c < 3)[:, None] & inside[None, :]
-    corner = images + (image * 3 + c)[:, None] * (HEIGHT * WIDTH) + (p // WIDE * WIDTH + p % WIDE)[None, :]
-    red, green, blue = correlate(corner, encoder, there, WIDTH, SIZE, PIXELS)
+    own = images + image * (3 * HEIGHT * WIDTH)
+    red, green, blue = correlate_inside(own, encoder, p, inside, HEIGHT, WIDTH, SIZE, PIXELS)
     n = noise + (branch * noise_rows + image % noise_rows) * NOISE_DIM
     lane = tl.arange(0, 16)
     PLANE: tl.constexpr = (HEIGHT + MARGIN) * (WIDTH + MARGIN)
-    place = (p // WIDE + SIZE - 1) * (WIDTH + MARGIN) + p % WIDE + SIZE - 1
+    place = place_in_frame(p, WIDTH, MARGIN, SIZE)
     for out in tl.static_range(3):
         value = (red if out == 0 else (green if out == 1 else blue)) + tl.load(encoder + 12 * SIZE * SIZE + out)
         mean = tl.sum(tl.where(inside, value, 0.0), 0) / (HIGH * WIDE)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ratp.kernels.channels import correlate, tanh
+from ratp.kernels.channels import correlate_framed, correlate_inside, place_in_frame, tanh
 from ratp.parts.style_draw import Blend, Chance
 
 # Beyond, one program has too many pixels to hold.
@@ -44,12 +44,9 @@ def _encode(
     HIGH: tl.constexpr = HEIGHT - SIZE + 1
     WIDE: tl.constexpr = WIDTH - SIZE + 1
     p = tl.arange(0, PIXELS)
-    c = tl.arange(0, 4)
     inside = p < HIGH * WIDE
-    there = (c < 3)[:, None] & inside[None, :]
-    corner = inputs + c[:, None] * (HEIGHT * WIDTH) + (p // WIDE * WIDTH + p % WIDE)[None, :]
-    red, green, blue = correlate(corner, taps, there, WIDTH, SIZE, PIXELS)
-    place = (p // WIDE + SIZE - 1) * (WIDTH + MARGIN) + p % WIDE + SIZE - 1
+    red, green, blue = correlate_inside(inputs, taps, p, inside, HEIGHT, WIDTH, SIZE, PIXELS)
+    place = place_in_frame(p, WIDTH, MARGIN, SIZE)
     for out in tl.static_range(3):
         value = (red if out == 0 else (green if out == 1 else blue)) + tl.load(bias + out)
         mean = tl.sum(tl.where(inside, value, 0.0), 0) / (HIGH * WIDE)
@@ -99,8 +96,6 @@ def _decode_kernel(
     image = tl.program_id(0)
     p = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     inside = p < HEIGHT * WIDTH
-    c = tl.arange(0, 4)
-    there = (c < 3)[:, None] & inside[None, :]
     SIZE_OF_ALL = tl.num_programs(0) * (3 * HEIGHT * WIDTH)
     term = tl.arange(0, TERMS)
     total = tl.sum(tl.load(weights + term, mask=term < BRANCHES + 1, other=0.0), 0)
@@ -111,12 +106,11 @@ def _decode_kernel(
     mixed_blue = tl.zeros([PIXELS], tl.float32)
     PLANE: tl.constexpr = (HEIGHT + MARGIN) * (WIDTH + MARGIN)
     base = image * (3 * HEIGHT * WIDTH) + p
-    corner = c[:, None] * PLANE + (p // WIDTH * (WIDTH + MARGIN) + p % WIDTH)[None, :]
     for this in tl.static_range(BRANCHES):
         planes = hidden + (this * tl.num_programs(0) + image) * (3 * PLANE)
-        red, green, blue = correlate(
-            planes + corner, numbers + TAPS[this], there, WIDTH + MARGIN, SIZES[this], PIXELS
-        )  # fmt: skip
+        red, green, blue = correlate_framed(
+            planes, numbers + TAPS[this], p, inside, HEIGHT, WIDTH, MARGIN, SIZES[this], PIXELS
+        )
         bias = numbers + BIASES[this]
         red = tanh(red + tl.load(bias))
         green = tanh(green + tl.load(bias + 1))
@@ -173,12 +167,9 @@ def _encode_back(
     HIGH: tl.constexpr = HEIGHT - SIZE + 1
     WIDE: tl.constexpr = WIDTH - SIZE + 1
     p = tl.arange(0, PIXELS)
-    c = tl.arange(0, 4)
     inside = p < HIGH * WIDE
-    there = (c < 3)[:, None] & inside[None, :]
-    corner = slopes + c[:, None] * (HEIGHT * WIDTH) + (p // WIDE * WIDTH + p % WIDE)[None, :]
-    red, green, blue = correlate(corner, taps, there, WIDTH, SIZE, PIXELS)
-    place = (p // WIDE + SIZE - 1) * (WIDTH + MARGIN) + p % WIDE + SIZE - 1
+    red, green, blue = correlate_inside(slopes, taps, p, inside, HEIGHT, WIDTH, SIZE, PIXELS)
+    place = place_in_frame(p, WIDTH, MARGIN, SIZE)
     for out in tl.static_range(3):
         slope = tl.where(inside, red if out == 0 else (green if out == 1 else blue), 0.0)
         at = out * (HIGH * WIDE) + p
@@ -226,18 +217,15 @@ def _noise_back_kernel(
     image = tl.program_id(0)
     p = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     inside = p < HEIGHT * WIDTH
-    c = tl.arange(0, 4)
-    there = (c < 3)[:, None] & inside[None, :]
     PLANE: tl.constexpr = (HEIGHT + MARGIN) * (WIDTH + MARGIN)
-    corner = c[:, None] * PLANE + (p // WIDTH * (WIDTH + MARGIN) + p % WIDTH)[None, :]
     all_red = tl.zeros([PIXELS], tl.float32)
     all_green = tl.zeros([PIXELS], tl.float32)
     all_blue = tl.zeros([PIXELS], tl.float32)
     for this in tl.static_range(BRANCHES):
         planes = hidden + (this * tl.num_programs(0) + image) * (3 * PLANE)
-        red, green, blue = correlate(
-            planes + corner, numbers + TAPS[this], there, WIDTH + MARGIN, SIZES[this], PIXELS
-        )  # fmt: skip
+        red, green, blue = correlate_framed(
+            planes, numbers + TAPS[this], p, inside, HEIGHT, WIDTH, MARGIN, SIZES[this], PIXELS
+        )
         all_red += red
         all_green += green
         all_blue += blue
