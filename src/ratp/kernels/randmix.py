@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ratp.kernels.channels import correlate_inside, place_in_frame, tanh
-from ratp.parts.randmix_draw import Draw
+from ratp.parts.randmix_draw import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM, Draw
 
 # Beyond, one program has too many pixels to hold.
 MOST_PIXELS = 1024
@@ -165,8 +165,6 @@ class Mixture:
     tanh: bool
     safe: bool
     renormalise: bool
-    smallest: float
-    dropout: float
     mean: Tensor
     std: Tensor
 
@@ -203,7 +201,7 @@ class Mixture:
         keep = inputs if draw.colour_keep is None else draw.colour_keep
         _decode_kernel[(count, triton.cdiv(height * width, PIXELS_AT_ONCE))](
             images, inputs, hidden, numbers, layout, keep, draw.weights, self.mean, self.std, result,
-            len(draw.weights), self.smallest, self.dropout,
+            len(draw.weights), SMALLEST_WEIGHT_SUM, COLOUR_DROPOUT,
             HEIGHT=height, WIDTH=width, MARGIN=margin, BRANCHES=len(sizes), SIZES=sizes,
             TANH=self.tanh, COLOUR=has_colour, SAFE=self.safe, RENORMALISE=self.renormalise,
             TERMS=triton.next_power_of_2(draw.weights.shape[1]), PIXELS=PIXELS_AT_ONCE,

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ratp.kernels.channels import correlate_framed, correlate_inside, place_in_frame, tanh
+from ratp.parts.randmix_draw import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
 from ratp.parts.style_draw import Blend, Chance
 
 # Beyond, one program has too many pixels to hold.
@@ -350,7 +351,7 @@ def _forward(
     weights, keep = (_ones(branches + 1, device), images) if chance is None else (chance.weights, chance.keep)
     _decode_kernel[(count, triton.cdiv(height * width, PIXELS_AT_ONCE))](
         images, inputs, hidden, packed, keep, weights, blend.mean, blend.std, result, outputs, units,
-        blend.share, chance.smallest if chance else 0.0, chance.dropout if chance else 0.0,
+        blend.share, SMALLEST_WEIGHT_SUM, COLOUR_DROPOUT,
         HEIGHT=height, WIDTH=width, MARGIN=margin, LEARN=learn, DROP=chance is not None,
         BRANCHES=branches, SIZES=sizes, TAPS=layout.decoders_turned, BIASES=layout.decoder_biases,
         TERMS=triton.next_power_of_2(branches + 1), PIXELS=PIXELS_AT_ONCE,

@@ -25,16 +25,13 @@ from torch import Tensor
 from ratp import kernels
 from ratp.config import switch
 from ratp.errors import ConfigError
-from ratp.parts.randmix_draw import Branch, Draw, Linear
+from ratp.parts.randmix_draw import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM, Branch, Draw, Linear
 from ratp.parts.random_convolutions import CHANNELS, Layers, convolution, transposed_convolution
 
 if TYPE_CHECKING:
     from ratp.kernels.randmix import Mixture
 
 NOISE_DIM = 10
-COLOUR_DROPOUT = 0.2
-# |Σw| below this is taken as this, with its sign. Such a batch is saturated by σ either way.
-SMALLEST_WEIGHT_SUM = 1e-3
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,6 @@ class RandMix:
             tanh=config.tanh,
             safe=config.safe_division,
             renormalise=config.renormalise,
-            smallest=SMALLEST_WEIGHT_SUM,
-            dropout=COLOUR_DROPOUT,
             mean=self._mean,
             std=self._std,
         )

@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+COLOUR_DROPOUT = 0.2
+# |Σw| below this is taken as this, with its sign. Such a batch is saturated by σ either way.
+SMALLEST_WEIGHT_SUM = 1e-3
+
 
 @dataclass(frozen=True)
 class Linear:

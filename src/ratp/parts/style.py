@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ratp import kernels
 from ratp.errors import ConfigError
-from ratp.parts.randmix import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
+from ratp.parts.randmix_draw import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
 from ratp.parts.random_convolutions import CHANNELS, Layers, convolution, transposed_convolution
 from ratp.parts.style_draw import Blend, Chance
 
@@ -81,13 +81,12 @@ class StyleModule(nn.Module):
             numbers = self._layers.numbers("uniform", generator)
             keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
             weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
-            chance = Chance(weights, keep, SMALLEST_WEIGHT_SUM, COLOUR_DROPOUT)
             if self._kernel_takes(images):
                 from ratp.kernels import style
 
                 images = images.contiguous()
                 row = torch.cat([part.reshape(-1) for part in (*self.scales, *self.shifts)])
-                inputs = self._noisy(images, noise)
+                inputs, chance = self._noisy(images, noise), Chance(weights, keep)
                 return style.restyle(images, inputs, numbers, self._kernel_sizes, row, chance, blend)
             total = weights.sum()
             shares = weights / torch.copysign(total.abs().clamp_min(SMALLEST_WEIGHT_SUM), total)

@@ -13,14 +13,10 @@ class Chance(NamedTuple):
     Attributes:
         weights: Of the branches, colours first.
         keep: Which colours stay, bool like the images.
-        smallest: How near to zero the sum of the weights may come.
-        dropout: Share of colours that drop out.
     """
 
     weights: Tensor
     keep: Tensor
-    smallest: float
-    dropout: float
 
 
 class Blend(NamedTuple):
