@@ -646,6 +646,25 @@ class TestKnownResults:
     def test_those_of_other_runs_do_not(self, text, records, tmp_path):
         assert {*self.elsewhere(tmp_path, text).with_results(records).states().values()} == {"waiting"}
 
+    def older(self, record, **changes):
+        """A record as it would have been written before there was a switch for momentum."""
+        switches = {name: value for name, value in record.config["switches"].items() if name != "sgd.momentum"}
+        return replace(record, config={**record.config, "switches": switches, **changes})
+
+    def test_those_from_before_there_was_a_switch_do(self, records, tmp_path):
+        older = [self.older(record) for record in records]
+        study = self.elsewhere(tmp_path).with_results(older)
+        assert [study.record(entry) for entry in study.entries] == older
+        study = self.elsewhere(tmp_path).with_results([*records, *older])
+        assert [study.record(entry) for entry in study.entries] == records
+
+    def test_but_not_for_runs_that_change_it_or_start_from_another_preset(self, records, tmp_path):
+        changed = TWO.replace("set = {", 'set = { "sgd.momentum" = 0.125,')
+        older = [self.older(record) for record in records]
+        assert {*self.elsewhere(tmp_path, changed).with_results(older).states().values()} == {"waiting"}
+        older = [self.older(record, preset="paper") for record in records]
+        assert {*self.elsewhere(tmp_path).with_results(older).states().values()} == {"waiting"}
+
     def test_unfinished_ones_do_not(self, records, tmp_path):
         half = [replace(r, matrix=replace(r.matrix, accuracy=r.matrix.accuracy[:2])) for r in records]
         assert {*self.elsewhere(tmp_path).with_results(half).states().values()} == {"waiting"}

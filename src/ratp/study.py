@@ -7,6 +7,7 @@ directory, every time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,14 +184,9 @@ class Study:
 
     def with_results(self, records: Iterable[RunRecord]) -> Study:
         """The study, knowing results of its runs that were made elsewhere; unfinished ones count for nothing."""
-        known = {_decided(record.config): record for record in records if record.matrix.complete}
-        return replace(
-            self,
-            entries=tuple(
-                replace(entry, result=known.get(_decided(entry.plan.decisions()), entry.result))
-                for entry in self.entries
-            ),
-        )
+        complete = [record for record in records if record.matrix.complete]
+        entries = (replace(entry, result=_result_of(entry.plan, complete) or entry.result) for entry in self.entries)
+        return replace(self, entries=tuple(entries))
 
     def _failure_file(self, entry: Entry) -> Path:
         return self.folder / FAILURES / f"{entry.name}.json"
@@ -264,7 +260,7 @@ def _is_finished(entry: Entry) -> bool:
     try:
         forms = {"matrix.json": MATRIX, "config.json": CONFIG}
         matrix, config = (form.read(read_json(entry.folder / n), entry.folder / n) for n, form in forms.items())
-        return Matrix.from_json(matrix).complete and _decided(config) == _decided(entry.plan.decisions())
+        return Matrix.from_json(matrix).complete and _is_config_of(entry.plan, config)
     except RatpError:
         return False
 
@@ -276,13 +272,32 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _decided(config: Mapping[str, Any]) -> str:
-    """What determines a result, but for images and weights, as text to compare."""
-    keys = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
-    return repr([_plain(config.get(key)) for key in keys])
+def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
+    """The result of a plan among others; of several the last of those with most switches, which are the newest."""
+    found = [record for record in reversed(records) if _is_config_of(plan, record.config)]
+    return max(found, key=lambda record: len(record.config.get("switches", ())), default=None)
+
+
+def _is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
+    """Whether a config has all that determines the plan's result, but for images and weights.
+
+    A switch that did not exist when the config was written had, in effect, its default: no switch is added whose
+    default changes what a method does.
+    """
+    if (config.get("method"), config.get("seed")) != (plan.method.name, plan.seed):
+        return False
+    decided = _plain(plan.decisions())
+    there = {key: _plain(config.get(key)) for key in _DECISIVE}
+    for group in ("recipe", "switches"):
+        if isinstance(there[group], dict) and config.get("preset") == plan.preset:
+            unchanged = {key: value for key, value in decided[group].items() if key not in plan.changed}
+            there[group] = unchanged | there[group]
+    return there == {key: decided.get(key) for key in _DECISIVE}
+
+
+_DECISIVE = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return sorted((key, _plain(item)) for key, item in value.items())
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    """As a file in JSON gives it back."""
+    return json.loads(json.dumps(value))

@@ -187,6 +187,8 @@ class TestReport:
         assert all(name.startswith("demo-source-only-") for name in exported)
         again = ratp("report", *(out / "results" / name for name in exported), "--quiet", "--out", "again")
         assert (again.code, again.out, again.err) == (0, "", "")
+        folder = ratp("report", out / "results", "--json", "--out", "folder")
+        assert [run["config"]["seed"] for run in json.loads(folder.out)["runs"]] == [1, 2, 3]
 
     def test_two_runs_of_one_plan_do_not_overwrite_each_other(self, done, tmp_path):
         """Say, from two machines: both are exported, or the export is refused."""

@@ -173,6 +173,15 @@ def test_latex_has_blocks_of_metrics_with_best_and_second_best_marked(make_run):
     assert text.count(r"\midrule") == 3
 
 
+def test_latex_has_a_row_for_each_of_many_methods(make_run):
+    runs = [make_run(), make_run(SECOND, method="shot"), *(make_run(FLAT, method=f"flat{i}") for i in range(5))]
+    text = latex_report(runs)
+    assert r"& Method & scan & photo & font & average \\" in text
+    assert r"TDG & ratp & -- & $\underline{60.0}$ & " in text
+    assert r"TDA & ratp & $\mathbf{99.0}$ & " in text
+    assert text.count(r" & shot & ") == 3
+
+
 def test_latex_shows_seed_spread(make_run):
     text = latex_report([make_run(), make_run(SECOND, seed=1), make_run(FLAT, method="flat")])
     assert r"$\mathbf{53.8} \pm 1.8$" in text

@@ -15,7 +15,7 @@ from ratp.record import RunRecord, read_run
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, folders of them, or exported results.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, exported results, or folders of either.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; default: `report` in the first folder given.")
     ] = None,
@@ -42,13 +42,13 @@ def report(
 
 
 def _read(path: Path) -> list[RunRecord]:
-    """The run at ``path``, or all runs in the folder ``path``."""
-    if path.is_dir() and not (path / "config.json").exists():
-        inside = sorted(item for item in path.iterdir() if (item / "config.json").exists())
-        if not inside:
-            raise RunDirectoryError(f"{path} holds no run: neither a config.json nor folders with one.")
-        return [read_run(item) for item in inside]
-    return [read_run(path)]
+    """The run at ``path``, or all in that folder: run directories or, if there are none, exported results."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return [read_run(path)]
+    inside = sorted(item for item in path.iterdir() if (item / "config.json").exists()) or sorted(path.glob("*.json"))
+    if not inside:
+        raise RunDirectoryError(f"{path} holds no run: no config.json, no folder with one and no exported result.")
+    return [read_run(item) for item in inside]
 
 
 def _export(records: list[RunRecord], folder: Path) -> None:

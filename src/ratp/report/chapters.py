@@ -15,6 +15,7 @@ from ratp.statistics import Summary
 
 CSV_COLUMNS = ("table", "stream", "order", "row", "column", "value", "n", "deviation", "low", "high")
 SINGLE = "from a single seed."
+_SHORT = 24  # letters of a text that need not be broken
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,16 @@ def _latex_table(table: Table) -> str:
     marks = ("", "Best in bold.", "Best in bold, second best underlined.")[table.places]
     single = f"$^{{1}}$ {SINGLE}" if table.has_single else ""
     words = [escape_latex(f"{table.title}."), *map(escape_latex, table.notes), marks, single]
-    width = 0.9 / len(table.heads)
-    columns = ("r" if table.values else rf"p{{{width:.2f}\linewidth}}") * (len(table.heads) - 1)
+    columns = "r" * (len(table.heads) - 1) if table.values else _text_columns(table)
     return latex_table(" ".join(filter(None, words)), f"l{columns}", [*map(escape_latex, table.heads)], [rows])
+
+
+def _text_columns(table: Table) -> str:
+    """LaTeX's columns for texts, but for the names: long texts are broken, and share what short ones leave."""
+    columns = zip(*(entries for _, entries in table.rows), strict=True)
+    longest = [max(len(entry) if isinstance(entry, str) else 0 for entry in column) for column in columns]
+    width = 0.7 / max(sum(length > _SHORT for length in longest), 1)
+    return "".join(rf"p{{{width:.2f}\linewidth}}" if length > _SHORT else "l" for length in longest)
 
 
 def _latex_entry(entry: Entry) -> str:

@@ -1,4 +1,4 @@
-"""Runs as LaTeX tables for a paper: metrics as blocks, domains as rows, methods as columns."""
+"""Runs as LaTeX tables for a paper: metrics as blocks, domains as rows, methods as columns; many methods as rows."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _SPECIAL = {
     "\N{REPLACEMENT CHARACTER}": "?",
 }
 
+_ABREAST = 6  # methods that fit beside each other, with their spread
+
 
 def latex_report(runs: Sequence[RunRecord], opening: str = "") -> str:
     """One booktabs table a section; the best number of a row bold, the second best underlined.
@@ -41,23 +43,24 @@ def latex_report(runs: Sequence[RunRecord], opening: str = "") -> str:
         RatpError: If there are no runs.
     """
     tables = [_table(section) for section in sections(group_runs(runs))]
-    needs = "% Needs \\usepackage[T1]{fontenc} and \\usepackage{booktabs}.\n"
+    needs = "% Needs \\usepackage[T1]{fontenc} and \\usepackage{adjustbox,booktabs}.\n"
     return needs + "\n".join([opening, *tables] if opening else tables)
 
 
 def latex_table(caption: str, columns: str, head: Sequence[str], blocks: Sequence[Sequence[Sequence[str]]]) -> str:
-    """A booktabs table of texts that are escaped already, a rule above every block of rows."""
+    """A booktabs table of texts that are escaped already, a rule above every block of rows; shrunk if need be."""
     lines = [
         r"\begin{table}",
         r"  \centering",
         rf"  \caption{{{caption}}}",
+        r"  \begin{adjustbox}{max width=\linewidth, max totalheight=0.8\textheight}",
         rf"  \begin{{tabular}}{{{columns}}}",
         r"    \toprule",
         _line(head),
     ]
     for rows in blocks:
         lines += [r"    \midrule", *map(_line, rows)]
-    lines += [r"    \bottomrule", r"  \end{tabular}", r"\end{table}"]
+    lines += [r"    \bottomrule", r"  \end{tabular}", r"  \end{adjustbox}", r"\end{table}"]
     return "\n".join(lines) + "\n"
 
 
@@ -67,17 +70,31 @@ def marked_latex(words: str, place: int) -> str:
 
 
 def _table(section: Section) -> str:
+    many = len(section.parts) > _ABREAST
+    head, blocks = _methods_down(section) if many else _methods_across(section)
+    return latex_table(_caption(section), f"ll{'r' * (len(head) - 2)}", head, blocks)
+
+
+def _methods_across(section: Section) -> tuple[list[str], list[list[list[str]]]]:
+    """Head and blocks of a table with a column for every method, as the paper has them."""
+    blocks = [
+        [
+            [table.measure if i == 0 else "", domain, *(_cell(row.cells[i]) for row in table.rows)]
+            for i, domain in enumerate((*map(escape_latex, table.domains), "average"))
+        ]
+        for table in domain_tables(section)
+    ]
+    return ["", "Domain", *map(_header, section.parts)], blocks
+
+
+def _methods_down(section: Section) -> tuple[list[str], list[list[list[str]]]]:
+    """Head and blocks of a table with a row for every method that was measured, which stays legible with many."""
     blocks = []
     for table in domain_tables(section):
-        domains = (*map(escape_latex, table.domains), "average")
-        blocks.append(
-            [
-                [table.measure if i == 0 else "", domain, *(_cell(row.cells[i]) for row in table.rows)]
-                for i, domain in enumerate(domains)
-            ]
-        )
-    head = ["", "Domain", *(_header(part) for part in section.parts)]
-    return latex_table(_caption(section), f"ll{'r' * len(section.parts)}", head, blocks)
+        measured = [(part, cells) for part, cells in table.across(section.order) if any(c.spread.n for c in cells)]
+        rows = [[_header(part), *map(_cell, cells)] for part, cells in measured]
+        blocks.append([[table.measure if i == 0 else "", *row] for i, row in enumerate(rows)])
+    return ["", "Method", *map(escape_latex, section.order), "average"], blocks
 
 
 def _line(cells: Sequence[str]) -> str:
