@@ -256,6 +256,12 @@ class TestLists:
         for name in ("epochs", "steps", "lr", "batch", "network.width"):
             assert re.search(rf"(?m)^\s*{name}\s", told), name
 
+    def test_the_values_of_a_stream_are_told_without_its_images(self):
+        result = ratp("streams", "show", "pacs", "--data", "nowhere")
+        assert result.code == 2
+        assert re.search(r"(?m)^network.backbone +resnet50 ", result.out)
+        assert "not in nowhere" in result.err
+
     def test_nothing_in_a_list_is_markup(self, monkeypatch):
         method = type(
             "Odd", (METHODS["source-only"],), {"name": "[/odd]", "title": "[/t]", "family": "[/f]", "paper": "[/p]"}

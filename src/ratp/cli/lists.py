@@ -148,7 +148,7 @@ def list_streams(context: typer.Context, json_: Json = False) -> None:
         console.print(table)
         for name, order in spec.orders.items():
             console.print(f"  [dim]order {escape(name)}:[/] {escape('>'.join(order))}")
-    stderr().print("[dim]ratp streams show NAME writes a sheet of sample images.[/]")
+    stderr().print("[dim]ratp streams show NAME tells its values and writes a sheet of sample images.[/]")
 
 
 @streams.command("show")
@@ -160,7 +160,7 @@ def show_stream(
     on_bad_image: OnBadImage = "stop",
     json_: Json = False,
 ) -> None:
-    """Write a contact sheet: sample images of every domain, class by class."""
+    """Tell the values of a stream and write a contact sheet: sample images of every domain, class by class."""
     from ratp.data.contact_sheet import contact_sheet
 
     spec = find_stream(name)
@@ -170,6 +170,8 @@ def show_stream(
         if problems:
             raise ConfigError(problems)
         codes = spec.orders["default"] if order == "default" else parse_order(order, spec, subset=True)
+        if not json_:  # before its images, which may not be there
+            _print_switches(spec.recipe, spec.recipe)
         loaded = spec.load(codes, spec.recipe.size, options)
     for note in [note for item in loaded for note in item.notes] if not json_ else []:
         print_note(note, stderr())
@@ -180,7 +182,6 @@ def show_stream(
         rows = [{"domain": d.name, "images": len(d), "held_out": h} for d, h in zip(domains, held_out, strict=True)]
         print_json({"stream": name, "sheet": str(path), "domains": rows})
         return
-    _print_switches(spec.recipe, spec.recipe)
     table = Table("domain", "images", "test part", "what it is", box=None, header_style="bold", pad_edge=False)
     for domain in domains:
         test = str(_test_part(domain)) if _test_part(domain) else "–"
