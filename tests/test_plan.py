@@ -298,6 +298,15 @@ class TestWeights:
         first = self.config(file("mine.safetensors"))
         assert self.config(file("renamed.safetensors"))["fingerprint"] == first["fingerprint"]
 
+    def test_a_folder_is_named_by_what_they_are(self, file, monkeypatch):
+        path = file("mine.safetensors")
+        monkeypatch.chdir(path.parent)
+        spellings = (str(path), "mine.safetensors", str(file("renamed.safetensors")))
+        digests = {resolve(RunRequest(changes=TINY, weights=name, device="cpu")).digest() for name in spellings}
+        assert len(digests) == 1
+        file("mine.safetensors", seed=1)
+        assert resolve(RunRequest(changes=TINY, weights="mine.safetensors", device="cpu")).digest() not in digests
+
     def test_they_are_what_the_method_starts_from(self, file):
         path = file("mine.safetensors")
         plan = resolve(RunRequest(changes=TINY, weights=str(path), device="cpu"))

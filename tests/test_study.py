@@ -24,7 +24,7 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import StageStarted
 from ratp.lock import LOCK_FILE, exclusive, is_held
 from ratp.plan import RunRequest
-from ratp.record import RunRecord, read_run
+from ratp.record import RunRecord, fingerprint_of, read_run
 from ratp.run import Run
 from ratp.study import Study, run_study
 from ratp.study_file import read_study
@@ -275,6 +275,13 @@ class TestMistakes:
         assert precision.startswith("unknown precision 'half'")
         assert file.startswith("study.toml: grid 1: unknown key 'sed'")
 
+    def test_one_run_in_two_precisions(self, monkeypatch):
+        """Their runs would get the same directory, and tables one number for both."""
+        monkeypatch.setattr("ratp.plan.find_precision", lambda asked, device: asked)
+        both = (f'{DIGITS}precision = "{name}"\n' for name in ("tf32", "bf16"))
+        with pytest.raises(ConfigError, match="grid 2: two grids ask for the same run in tf32 and bf16"):
+            planned("".join(both))
+
     def test_two_streams_of_one_name(self):
         """Their runs would get the same directory."""
         for folder in ("a", "b"):
@@ -519,6 +526,41 @@ class TestStates:
         assert list(both.states().values()) == ["failed", "finished", "finished"]
         assert "nowhere" in both.reason(both.entries[0])
 
+    def test_one_that_goes_on_and_is_stopped_has_not_failed(self, study, monkeypatch):
+        wild = study.entries[0]
+
+        def stop(run, event):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run_study(study, at_once=1, on_event=stop)
+        assert study.state(wild) == "interrupted"
+
+    @pytest.fixture
+    def renamed(self, study):
+        """The first finished run, in a directory as it was called before there was a switch for momentum."""
+        entry = study.entries[1]
+        older = entry.folder.rename(entry.folder.with_name("source-only-before"))
+        config = json.loads((older / "config.json").read_text())
+        del config["switches"]["sgd.momentum"]
+        config["fingerprint"] = fingerprint_of(config)
+        (older / "config.json").write_text(json.dumps(config))
+        return older, config
+
+    def test_one_from_before_there_was_a_switch_is_not_repeated(self, study, renamed):
+        again = read_study(study.path, study.folder, NO_WEIGHTS)
+        assert list(again.states().values()) == ["failed", "finished", "finished"]
+        assert again.record(again.entries[1]).path == renamed[0]
+
+    @pytest.mark.parametrize("change", [{"seed": 3}, {"weights": "0" * 64}, {"preset": "paper"}])
+    def test_but_only_if_all_else_is_the_same(self, study, renamed, change):
+        older, config = renamed
+        config |= change
+        config["fingerprint"] = fingerprint_of(config)
+        (older / "config.json").write_text(json.dumps(config))
+        again = read_study(study.path, study.folder, NO_WEIGHTS)
+        assert list(again.states().values()) == ["failed", "waiting", "finished"]
+
 
 class TestClaim:
     def test_a_folder_is_claimed_once(self, study):
@@ -559,6 +601,12 @@ class TestClaim:
         put(there, {"a.jpg": b"mine"})
         with pytest.raises(RunDirectoryError, match=r"holds other files \(a.jpg\) and no study"):
             moved.claim()
+
+    def test_a_folder_with_a_report(self, made, tmp_path):
+        """It can be written before any run is made, of results known from elsewhere."""
+        folder = put(tmp_path / "runs", {"report/index.html": b"<p>"})
+        read_study(made.study.path, folder, NO_WEIGHTS).claim()
+        assert (folder / "study.json").exists()
 
     def test_a_folder_with_other_files(self, made, tmp_path):
         folder = put(tmp_path / "photos", {"a.jpg": b"mine", "b/c.jpg": b"mine"})
@@ -655,8 +703,6 @@ class TestKnownResults:
         older = [self.older(record) for record in records]
         study = self.elsewhere(tmp_path).with_results(older)
         assert [study.record(entry) for entry in study.entries] == older
-        study = self.elsewhere(tmp_path).with_results([*records, *older])
-        assert [study.record(entry) for entry in study.entries] == records
 
     def test_but_not_for_runs_that_change_it_or_start_from_another_preset(self, records, tmp_path):
         changed = TWO.replace("set = {", 'set = { "sgd.momentum" = 0.125,')
@@ -668,6 +714,15 @@ class TestKnownResults:
     def test_unfinished_ones_do_not(self, records, tmp_path):
         half = [replace(r, matrix=replace(r.matrix, accuracy=r.matrix.accuracy[:2])) for r in records]
         assert {*self.elsewhere(tmp_path).with_results(half).states().values()} == {"waiting"}
+
+    def test_what_was_run_here_comes_first(self, study, records):
+        known = study.with_results([replace(record, path=Path("elsewhere")) for record in records])
+        assert [known.record(entry).path for entry in known.entries[1:]] == [e.folder for e in study.entries[1:]]
+
+    def test_of_several_the_newest_counts(self, records, tmp_path):
+        newer = [replace(r, journal=({"event": "stage_finished", "time": "2999-01-01"},)) for r in records]
+        study = self.elsewhere(tmp_path).with_results([*newer, *records])
+        assert [study.record(entry) for entry in study.entries] == newer
 
     def test_what_was_run_here_needs_none(self, study):
         assert list(study.with_results([]).states().values()) == ["failed", "finished", "finished"]

@@ -181,11 +181,16 @@ class RunPlan:
         }
 
     def digest(self) -> str:
-        """sha256 of the decisions, for a folder's name. The usual guard of a stream is no decision."""
+        """sha256 of the decisions and of a file of weights, for a folder's name.
+
+        The usual guard of a stream is no decision, and where a file lies is none.
+        """
         decisions = {name: value for name, value in self.decisions().items() if name != "guard"}
         acts, usually = (mode == ACT for mode in (self.guard, usual_guard(self.spec)))
         unusual = {"guard": acts} if acts != usually else {}
-        return _sha256(decisions | {"weights": self.weights_from} | unusual)
+        is_file = self.weights_from not in (NO_WEIGHTS, PUBLISHED)
+        weights = self.weights.sha256 if is_file and self.weights else self.weights_from
+        return _sha256(decisions | {"weights": weights} | unusual)
 
     def to_json(self, stream: Stream) -> dict[str, Any]:
         """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights."""

@@ -18,19 +18,20 @@ import torch
 
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
+from ratp.events import Event
 from ratp.files import is_leftover, read_json, safe_name, write_json
 from ratp.lock import is_held
 from ratp.matrix import Matrix
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
-from ratp.plan import RunPlan
+from ratp.plan import PUBLISHED, RunPlan
 from ratp.record import RunRecord, read_run
 from ratp.run import Run
 from ratp.schema import CONFIG, FAILURE, MATRIX, STUDY
 from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
-ABOUT, FAILURES = "study.json", "failures"
+ABOUT, FAILURES, REPORT = "study.json", "failures", "report"
 State = Literal["finished", "running", "interrupted", "failed", "waiting"]
 # Makes runs as run_all does.
 Executor = Callable[..., list[Result]]
@@ -111,9 +112,7 @@ class Study:
 
     def record(self, entry: Entry) -> RunRecord | None:
         """A run that came to its end; None if it has not."""
-        if entry.result is not None:
-            return entry.result
-        return read_run(entry.folder) if _is_finished(entry) else None
+        return read_run(entry.folder) if _is_finished(entry) else entry.result
 
     def results(self) -> StudyRecord:
         """The study as its report sees it: every run asked for, with its result if it came to its end."""
@@ -122,7 +121,8 @@ class Study:
             plan, state = entry.plan, self.state(entry)
             reason = self.reason(entry) if state == "failed" else ""
             record = self.record(entry)
-            asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record))
+            what = json.dumps({k: v for k, v in plan.decisions().items() if k not in ("order", "seed")}, sort_keys=True)
+            asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, what))
         return StudyRecord(self.title, told_apart(asked), self._usual())
 
     def _usual(self) -> dict[tuple[int, str], Any]:
@@ -151,7 +151,7 @@ class Study:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            own = {entry.folder.name for entry in self.entries}
+            own = {entry.folder.name for entry in self.entries} | {REPORT, FAILURES}
             found = (item for item in self.folder.iterdir() if not is_leftover(item))
             present = sorted(item.name for item in found if item.name not in own)
             if present:
@@ -179,13 +179,27 @@ class Study:
         write_json(file, FAILURE.marked({"run": entry.title, "error": str(error)}))
 
     def clear_failure(self, entry: Entry) -> None:
-        """Forgets an earlier failure: the run has come to its end."""
+        """Forgets an earlier failure: the run goes on, or has come to its end."""
         self._failure_file(entry).unlink(missing_ok=True)
 
     def with_results(self, records: Iterable[RunRecord]) -> Study:
         """The study, knowing results of its runs that were made elsewhere; unfinished ones count for nothing."""
         complete = [record for record in records if record.matrix.complete]
         entries = (replace(entry, result=_result_of(entry.plan, complete) or entry.result) for entry in self.entries)
+        return replace(self, entries=tuple(entries))
+
+    def with_older(self) -> Study:
+        """The study, knowing runs in its folder that ended before one of their method's switches existed.
+
+        Names of directories are hashes of all switches, so such a run has another name than it would get now.
+        """
+        names = {entry.name for entry in self.entries}
+        others = (item for item in _inside(self.folder) if item.name not in names)
+        found = [record for record in map(_read_finished, others) if record is not None]
+        entries = []
+        for entry in self.entries:
+            older = [record for record in found if _is_older(entry.plan, record.config)]
+            entries.append(replace(entry, result=_result_of(entry.plan, older) or entry.result))
         return replace(self, entries=tuple(entries))
 
     def _failure_file(self, entry: Entry) -> Path:
@@ -215,6 +229,15 @@ def run_study(
     runs = [Run(entry.plan, entry.folder, reuse_source=True, wait=True) for entry in todo]
     by_run = {id(run): entry for run, entry in zip(runs, todo, strict=True)}
 
+    going: set[int] = set()
+
+    def seen(run: Run, event: Event) -> None:
+        if id(run) not in going:
+            going.add(id(run))
+            study.clear_failure(by_run[id(run)])  # whatever stops it now is another reason
+        if on_event is not None:
+            on_event(run, event)
+
     def ended(run: Run, result: Result) -> None:
         entry = by_run[id(run)]
         if not isinstance(result, RatpError):
@@ -224,7 +247,7 @@ def run_study(
         if on_end is not None:
             on_end(entry, result)
 
-    on(runs, at_once=at_once, on_event=on_event, on_end=ended)
+    on(runs, at_once=at_once, on_event=seen, on_end=ended)
 
 
 def find_executor(on: str = "local", ray_address: str | None = None, devices: Sequence[torch.device] = ()) -> Executor:
@@ -265,6 +288,29 @@ def _is_finished(entry: Entry) -> bool:
         return False
 
 
+def _read_finished(folder: Path) -> RunRecord | None:
+    """The run in a folder, if there is one that came to its end."""
+    try:
+        record = read_run(folder) if _exists(folder / "weights.safetensors") else None
+    except RatpError:
+        return None
+    return record if record is not None and record.matrix.complete else None
+
+
+def _is_older(plan: RunPlan, config: Mapping[str, Any]) -> bool:
+    """Whether a config lacks a switch that the plan has, and has the plan's weights."""
+    weights = None if plan.weights_from == PUBLISHED or plan.weights is None else plan.weights.sha256
+    same = config.get("weights") == weights or (plan.weights_from == PUBLISHED and config.get("weights") is not None)
+    return same and not as_dict(plan.config).keys() <= config.get("switches", {}).keys()
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # it is not there yet, or cannot be read
+        return []
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -273,9 +319,14 @@ def _exists(path: Path) -> bool:
 
 
 def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
-    """The result of a plan among others; of several the last of those with most switches, which are the newest."""
-    found = [record for record in reversed(records) if _is_config_of(plan, record.config)]
-    return max(found, key=lambda record: len(record.config.get("switches", ())), default=None)
+    """The result of a plan among others, the newest if there are several."""
+    found = [record for record in records if _is_config_of(plan, record.config)]
+    return max(found, key=_finished_at, default=None)
+
+
+def _finished_at(record: RunRecord) -> str:
+    """When the last stage ended; times are written so that they sort."""
+    return max((str(event.get("time", "")) for event in record.journal), default="")
 
 
 def _is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:

@@ -93,7 +93,7 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
     entries, wrong = _entries(cases, place)
     if asked_wrongly or problems or wrong:
         raise ConfigError([*asked_wrongly, *(f"{path.name}: {p}" for p in dict.fromkeys([*problems, *wrong]))])
-    return Study(_line(content.get("title", path.stem)), path, place, entries)
+    return Study(_line(content.get("title", path.stem)), path, place, entries).with_older()
 
 
 def _checked(base: RunRequest) -> tuple[RunRequest, list[str]]:
@@ -232,6 +232,11 @@ def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path) -> tuple[tup
         labels.setdefault(row.grid, {})[row.label] = None
         try:
             plan = resolve(request)
+            name = run_name(plan)
+            known = found.get(name)
+            if known and known.plan.precision != plan.precision:
+                both = f"{known.plan.precision} and {plan.precision}"
+                raise ConfigError(f"two grids ask for the same run in {both}: give each precision a study of its own.")
             if streams.setdefault(plan.spec.name, plan.spec.domains) != plan.spec.domains:
                 raise ConfigError(
                     f"two streams are called {plan.spec.name!r}: give one another name, in a .toml file of its own."
@@ -240,8 +245,6 @@ def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path) -> tuple[tup
             for problem in error.problems:
                 wrong.setdefault((row.grid, problem), {})[row.label] = None
             continue
-        name = run_name(plan)
-        known = found.get(name)
         rows = (*known.rows, row) if known else (row,)
         found[name] = Entry(plan, folder / name, tuple(dict.fromkeys(rows)))
     problems = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +38,7 @@ class AskedRun:
         state: What became of it.
         reason: Why it failed; empty unless it did.
         record: Its result; None: it has not come to its end.
+        what: What it has in common with the same runs in other orders and with other seeds: method and settings.
     """
 
     rows: tuple[Row, ...]
@@ -48,6 +48,7 @@ class AskedRun:
     state: str
     reason: str = ""
     record: RunRecord | None = None
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,12 @@ class StudyRecord:
 
 
 def told_apart(runs: Sequence[AskedRun]) -> tuple[AskedRun, ...]:
-    """The runs, with the grid's number in a label that several grids use for different runs."""
-    places: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
+    """The runs, with the grid's number in a label that several grids use for different things on one stream."""
+    meant: dict[tuple[str, str], set[str]] = {}
     for run in runs:
-        places.update({(row.label, run.stream, run.order, run.seed) for row in run.rows})
-    unclear = {label for (label, *_), count in places.items() if count > 1}
+        for row in run.rows:
+            meant.setdefault((row.label, run.stream), set()).add(run.what)
+    unclear = {label for (label, _), things in meant.items() if len(things) > 1}
     return tuple(
         replace(
             run,

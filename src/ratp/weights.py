@@ -6,6 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -126,11 +127,18 @@ def _read_file(asked: str, backbone: str) -> Weights:
         problem = looks_like(path)
         if problem:
             raise RatpError(f"the weights file {asked} {problem}.")
-        tensors, about = read_tensors(path)
-        WEIGHTS.read(about, path)
-        return Weights(path.name, sha256_of_file(path), tensors)
+        found = path.stat()
+        return _read_once(path, (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size))
     except OSError as error:
         raise ConfigError(f"cannot read the weights file {asked!r}: {error.strerror or error}.") from error
+
+
+@lru_cache(maxsize=2)
+def _read_once(path: Path, state: tuple[int, ...]) -> Weights:
+    """The weights in a file: all runs of a study share them, as long as the file's state does not change."""
+    tensors, about = read_tensors(path)
+    WEIGHTS.read(about, path)
+    return Weights(path.name, sha256_of_file(path), tensors)
 
 
 def _published_by_torchvision(backbone: str) -> Weights:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 import pytest
 
@@ -189,6 +190,21 @@ class TestReport:
         assert (again.code, again.out, again.err) == (0, "", "")
         folder = ratp("report", out / "results", "--json", "--out", "folder")
         assert [run["config"]["seed"] for run in json.loads(folder.out)["runs"]] == [1, 2, 3]
+
+    def test_exporting_one_after_another_overwrites_nothing_but_the_same_run(self, done, tmp_path):
+        """Another order, another switch: each has a file of its own, and twice the same only one."""
+        kept = read_run(done / "seed-1")
+        reverse = replace(kept.matrix, domains=kept.matrix.domains[::-1])
+        others = [
+            replace(kept, config=kept.config | {"order": list(reverse.domains)}, matrix=reverse),
+            replace(kept, config=kept.config | {"recipe": {**kept.config["recipe"], "lr": 0.5}}),
+            replace(kept, config=kept.config | {"classes": ["other", "images"]}),
+        ]
+        for record in [kept, *others, kept]:
+            record.config["fingerprint"] = fingerprint_of(record.config)
+            record.export(tmp_path / "one.json")
+            assert ratp("report", tmp_path / "one.json", "--export", "results", "--out", "report", "-q").code == 0
+        assert len(os.listdir("results")) == 4
 
     def test_two_runs_of_one_plan_do_not_overwrite_each_other(self, done, tmp_path):
         """Say, from two machines: both are exported, or the export is refused."""

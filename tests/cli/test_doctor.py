@@ -144,7 +144,7 @@ class TestData:
             path = zipped(here / "data" / "pacs" / f"{domain}.zip", images(("dog", "elephant"), count=1))
         assert told()["pacs"]["found"] == "all 4 domains"
         path.write_bytes(path.read_bytes()[:-30])
-        assert told()["pacs/sketch"]["advice"] == "ratp data get pacs/sketch --replace"
+        assert told()["pacs/sketch"]["advice"] == "rm -r data/pacs/sketch.zip, then ratp data get pacs/sketch"
 
     def test_only_a_thorough_look_counts_images(self, here):
         zipped(here / "data" / "pacs" / "photo.zip", images(("dog", "elephant"), count=1))
@@ -201,6 +201,14 @@ class TestRuns:
         assert (here / "runs" / "a b" / "weights.safetensors").exists()
         assert "unfinished" not in told()
         assert told()["runs"]["found"] == "1 here: 1 finished, 0 running"
+
+    def test_the_command_names_what_is_not_usual(self, here):
+        options = ["--order", "street>scan", "--subset", "--guard", "act"]
+        assert ratp(*RUN, *options, "--out", "runs/a").code == 0
+        (here / "runs" / "a" / "weights.safetensors").unlink()
+        command = shlex.split(told()["unfinished"]["advice"])
+        assert ratp(*command[1:], "--device", "cpu", "--quiet").code == 0
+        assert "unfinished" not in told()
 
     def test_one_of_own_images(self, here):
         shutil.copytree(KEPT / "between-stages", here / "mine")

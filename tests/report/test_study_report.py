@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -44,11 +45,12 @@ def record(averages, order=AB, seed=1, stream="demo", oracle=False):
     return RunRecord(Path("nowhere"), config, {}, Matrix(tuple(order), tuple(map(tuple, rows))), ())
 
 
-def asked(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reason="", **values):
+def asked(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reason="", what="", **values):
     """A run of a study; without averages, one that is missing."""
     found = record(averages, order, seed, **values) if averages else None
     rows = rows or (Row(0, label),)
-    return AskedRun(rows, values.get("stream", "demo"), order, seed, "finished" if found else state, reason, found)
+    finished = "finished" if found else state
+    return AskedRun(rows, values.get("stream", "demo"), order, seed, finished, reason, found, what)
 
 
 def swept(values, name="r_con", **options):
@@ -196,14 +198,14 @@ class TestOrders:
     def test_a_missing_order_has_no_number_no_mean_and_no_rank(self, markdown):
         assert lines_of(markdown, "TDG on demo in 2 orders")["tent"] == ["40.0¹", "–", "–", "–"]
 
-    def test_the_first_label_is_compared_run_by_run(self, markdown):
+    def test_the_first_label_is_compared_order_by_order(self, markdown):
+        """Differences 2 and 4 in one order make 3, which counts once beside 6 in the other."""
         rows = lines_of(markdown, "TDG on demo: ratp minus the others")
-        half = 4.302653 * 2 / 3**0.5
-        t = 4 / (2 / 3**0.5)
-        p = 1 - t / (2 + t * t) ** 0.5  # of two degrees of freedom
-        assert rows["shot"] == ["3", f"+4.0 [{4 - half:+.1f}, {4 + half:+.1f}]", "3", "0", f"{p:.3f}"]
+        half = 12.706205 * 1.5
+        p = 1 - 2 / math.pi * math.atan(3)  # of one degree of freedom
+        assert rows["shot"] == ["2", f"+4.5 [{4.5 - half:+.1f}, {4.5 + half:+.1f}]", "2", "0", f"{p:.3f}"]
         assert rows["tent"] == ["1", "+10.0", "1", "0", "–"]
-        assert lines_of(markdown, "TDA on demo: ratp minus the others")["shot"][2:4] == ["1", "2"]
+        assert lines_of(markdown, "TDA on demo: ratp minus the others")["shot"][2:4] == ["1", "1"]
 
     def test_one_order_has_no_such_tables(self, tmp_path):
         found = study(asked("ratp", (50, 80, 70)), asked("shot", (40, 80, 70)))
@@ -368,7 +370,7 @@ class TestFiles:
         assert float(mean["deviation"]) == pytest.approx(32**0.5)
         assert found["TDG by order", "", "tent", "c>b>a"]["value"] == ""
         assert float(found["averages", "a>b>c", "shot", "TDG"]["value"]) == 49.0
-        assert float(found["TDG paired", "", "shot", "Difference"]["value"]) == 4.0
+        assert float(found["TDG paired", "", "shot", "Difference"]["value"]) == 4.5
 
     def test_names_are_text_and_never_markup(self, tmp_path):
         label, title = "[<b>x_1</b>] *50% & {y}|$z$", "<script>alert(1)</script> *A* \\cmd #1"
@@ -411,8 +413,13 @@ class TestTerminal:
 
 
 def test_a_label_that_grids_use_for_different_runs_names_the_grid():
-    runs = told_apart([asked("ratp", (50, 80, 70)), asked("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")))])
-    assert [[row.label for row in run.rows] for run in runs] == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
+    """Even if they share no order and seed: a mean over different things is a mean of nothing."""
+    for place in ({}, {"seed": 2}, {"order": BA}):
+        other = asked("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")), what="another rate", **place)
+        runs = told_apart([asked("ratp", (50, 80, 70)), other])
+        assert [[row.label for row in run.rows] for run in runs] == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
+    elsewhere = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), stream="other", what="its values")]
+    assert told_apart(elsewhere) == tuple(elsewhere)
     same = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), seed=2), asked("ratp", (50, 80, 70), BA)]
     assert told_apart(same) == tuple(same)
 

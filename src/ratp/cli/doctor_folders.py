@@ -67,7 +67,8 @@ def _data_set(folder: Path, name: str, *, thorough: bool) -> Iterator[Finding]:
             missing.append(domain)
     wrong = {domain: reason for domain, path in found.items() if (reason := _fault(name, domain, path, thorough))}
     for domain, reason in wrong.items():
-        yield Finding(f"{name}/{domain}", reason, ok=False, advice=f"ratp data get {name}/{domain} --replace")
+        advice = f"rm -r {shlex.quote(str(found[domain]))}, then ratp data get {name}/{domain}"
+        yield Finding(f"{name}/{domain}", reason, ok=False, advice=advice)
     if missing:
         here = f"{len(found)} of {len(found) + len(missing)} domains; missing: {', '.join(missing)}"
         yield Finding(name, here, ok=not found, advice=f"ratp data get {name}")
@@ -162,11 +163,18 @@ def _continued(record: RunRecord, here: Path) -> str:
     if record.config["stream"] not in STREAMS or config.get("method_file"):
         return f"the command it was started with, and --out {shlex.quote(str(place.relative_to(here)))}"
     words = ["ratp", "run", config["stream"], "-m", record.method, "--seed", str(record.seed)]
-    if tuple(config["order"]) != STREAMS[config["stream"]].orders["default"]:
+    spec = STREAMS[config["stream"]]
+    if tuple(config["order"]) != spec.orders["default"]:
         words += ["--order", ">".join(map(str, config["order"]))]
+    words += ["--subset"] if len(config["order"]) < len(spec.domains) else []
+    words += ["--guard", str(config["guard"])] if "guard" in config else []
     words += ["--preset", config["preset"]] if config["preset"] != "official" else []
     words += [word for name, value in config["changed"].items() for word in ("--set", f"{name}={_plain(value)}")]
-    return shlex.join([*words, "--out", str(place.relative_to(here))])
+    backbone = config.get("recipe", {}).get("network.backbone", "dtn")
+    words += ["--weights", "none"] if backbone != "dtn" and config.get("weights") is None else []
+    command = shlex.join([*words, "--out", str(place.relative_to(here))])
+    weights = str(config.get("weights_name"))
+    return f"{command} (and --weights with the {weights} it had)" if weights.endswith(".safetensors") else command
 
 
 def _plain(value: Any) -> str:

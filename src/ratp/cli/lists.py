@@ -22,7 +22,7 @@ from ratp.cli.prose import reflow
 from ratp.cli.runs import Data, Json, OnBadImage
 from ratp.config import as_dict, switches
 from ratp.domain import LabelledDomain
-from ratp.errors import ConfigError
+from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.method import Method
 from ratp.methods import METHODS
@@ -170,9 +170,12 @@ def show_stream(
         if problems:
             raise ConfigError(problems)
         codes = spec.orders["default"] if order == "default" else parse_order(order, spec, subset=True)
-        if not json_:  # before its images, which may not be there
-            _print_switches(spec.recipe, spec.recipe)
-        loaded = spec.load(codes, spec.recipe.size, options)
+        try:
+            loaded = spec.load(codes, spec.recipe.size, options)
+        except RatpError:
+            if not json_:  # the values of a stream can be told without its images
+                _print_switches(spec.recipe, spec.recipe)
+            raise
     for note in [note for item in loaded for note in item.notes] if not json_ else []:
         print_note(note, stderr())
     domains = [_shown(item.domain) for item in loaded]
@@ -182,6 +185,7 @@ def show_stream(
         rows = [{"domain": d.name, "images": len(d), "held_out": h} for d, h in zip(domains, held_out, strict=True)]
         print_json({"stream": name, "sheet": str(path), "domains": rows})
         return
+    _print_switches(spec.recipe, spec.recipe)
     table = Table("domain", "images", "test part", "what it is", box=None, header_style="bold", pad_edge=False)
     for domain in domains:
         test = str(_test_part(domain)) if _test_part(domain) else "–"

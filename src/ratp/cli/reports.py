@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +11,13 @@ import typer
 
 from ratp.cli.console import print_json, say, stdout
 from ratp.cli.runs import Json, Quiet
-from ratp.errors import RunDirectoryError
+from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import safe_name
+from ratp.plan import DEFAULT_PRESET
 from ratp.record import RunRecord, read_run
+from ratp.streams import STREAMS
+
+_LONGEST = 40  # letters that changed switches may have in a file's name
 
 
 def report(
@@ -56,11 +62,34 @@ def _export(records: list[RunRecord], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot make {folder}: {error.strerror}.") from error
-    names = [f"{record.config['stream']}-{record.method}-{record.seed}" for record in records]
-    orders = ["-".join(record.matrix.domains) for record in records]
-    if len(set(zip(names, orders, strict=True))) > len(set(names)):
-        names = [f"{name}-{order}" for name, order in zip(names, orders, strict=True)]
-    names = [safe_name(name) for name in names]
-    for number, (record, name) in enumerate(zip(records, names, strict=True)):
-        repeated = names[:number].count(name)
-        record.export(folder / (f"{name}-{repeated + 1}.json" if repeated else f"{name}.json"))
+    written: set[Path] = set()
+    for record in records:
+        path = _free(folder, _name(record), record, written)
+        record.export(path)
+        written.add(path)
+
+
+def _name(record: RunRecord) -> str:
+    """What a result is called: stream, method, seed; order, preset and switches where they are not the usual ones."""
+    config, order = record.config, record.matrix.domains
+    parts = [config["stream"], record.method, str(record.seed)]
+    if config["stream"] in STREAMS and order != STREAMS[config["stream"]].orders["default"]:
+        parts.append("-".join(order))
+    parts += [config["preset"]] if config["preset"] != DEFAULT_PRESET else []
+    if changed := "-".join(f"{name}={value}" for name, value in config["changed"].items()):
+        parts.append(changed if len(changed) <= _LONGEST else str(config.get("fingerprint", "changed"))[:12])
+    return safe_name("-".join(parts))
+
+
+def _free(folder: Path, name: str, record: RunRecord, taken: Container[Path]) -> Path:
+    """A file of this name or, if that holds another run, of the first number behind it that does not."""
+    paths = (folder / (f"{name}-{number}.json" if number > 1 else f"{name}.json") for number in count(1))
+    return next(path for path in paths if path not in taken and (not path.exists() or _holds(path, record)))
+
+
+def _holds(path: Path, record: RunRecord) -> bool:
+    """Whether a file has an earlier export of the run; what is no result is another's."""
+    try:
+        return read_run(path).config.get("fingerprint") == record.config.get("fingerprint")
+    except RatpError:
+        return False

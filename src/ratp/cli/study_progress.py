@@ -84,7 +84,7 @@ class _Stages:
     """Stages of a run: those it need not make, those it made, and how far it is in the one it is at."""
 
     missed: float = 0
-    whole: int = 0
+    whole: float = 0
     steps: int = 0
     steps_made: int = 0
 
@@ -125,13 +125,14 @@ class _Watcher:
     def see(self, run: Run, event: Event) -> None:
         """Takes an event of a run."""
         if isinstance(event, StageStarted):
-            stages = self._stages.setdefault(run.folder.name, _Stages(missed=event.stage))
+            before = event.stage + event.done / max(event.steps, 1)
+            stages = self._stages.setdefault(run.folder.name, _Stages(missed=before))
             stages.steps, stages.steps_made = event.steps, 0
         elif isinstance(event, Trained):
             self._stages[run.folder.name].steps_made += event.tick.made
         elif isinstance(event, StageFinished):
             stages = self._stages[run.folder.name]
-            stages.whole, stages.steps_made = stages.whole + 1, 0
+            stages.whole, stages.steps_made = event.stage + 1 - stages.missed, 0
 
     def ended(self, entry: Entry, result: Result) -> str:
         """A line about a run that ended."""

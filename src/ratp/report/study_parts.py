@@ -6,6 +6,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from ratp.matrix import Metric
@@ -78,14 +79,28 @@ class Orders:
         return mean_ranks([{label: cells[order].mean for label, cells in rivals.items()} for order in self.orders])
 
     def difference(self, label: str, metric: Metric) -> Paired | None:
-        """The first label less another, run by run; None where they share no order and seed."""
+        """The first label less another, order by order, each over the seeds that both have; None: they share nothing.
+
+        Seeds of one order are no independent draws of orders, so they are averaged first.
+        """
         ours, theirs = self._runs(self.first, metric), self._runs(label, metric)
-        return paired(ours, theirs) if ours.keys() & theirs.keys() else None
+        common = [key for key in ours if key in theirs]
+        if not common:
+            return None
+        return paired(_by_order(ours, common), _by_order(theirs, common))
 
     def _runs(self, label: str, metric: Metric) -> dict[tuple[Order, int], float]:
         runs = [(order, run) for order, group in self.lines[label].items() for run in group.counted]
         found = {(order, run.seed): run.matrix.average(metric) for order, run in runs}
         return {key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def _by_order(runs: Mapping[tuple[Order, int], float], keys: Sequence[tuple[Order, int]]) -> dict[Order, float]:
+    """The mean over seeds in every order, of the orders and seeds given."""
+    found: dict[Order, list[float]] = {}
+    for key in keys:
+        found.setdefault(key[0], []).append(runs[key])
+    return {order: fmean(values) for order, values in found.items()}
 
 
 @dataclass(frozen=True)

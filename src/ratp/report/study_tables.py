@@ -140,11 +140,11 @@ def _paired_table(orders: Orders, metric: Metric) -> Table:
     return Table(
         f"{metric} paired",
         f"{metric} on {orders.stream}: {first} minus the others (points)",
-        (f"{first} minus", "Pairs", "Difference", "Wins", "Losses", "p"),
+        (f"{first} minus", "Orders", "Difference", "Wins", "Losses", "p"),
         tuple((orders.name(label), _paired_entries(orders.difference(label, metric))) for label in others),
         (
-            "Over the pairs of an order and a seed that both have finished: mean difference, its 95 % confidence "
-            "interval, and the p-value of the paired t-test. Both take the pairs as independent.",
+            "Over the orders that both have finished, in each the mean over the seeds that both have: mean difference, "
+            "its 95 % confidence interval, and the p-value of the paired t-test.",
         ),
         orders.stream,
     )
