@@ -81,11 +81,12 @@ def measure(plan: RunPlan, stream: Stream) -> dict[str, float]:
 
 
 def others(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Numbers a file has that were measured in the same way on the same machine."""
+    """Numbers a file has that were measured in the same way on the same machine, be it with other code."""
     if not path.exists():
         return {}
     kept: dict[str, Any] = json.loads(path.read_text())
-    same = kept["options"] == content["options"] and not changes(kept["environment"], content["environment"])
+    differing = changes(kept["environment"], content["environment"]).keys() - {"code"}
+    same = kept["options"] == content["options"] and not differing
     return dict(kept["numbers"]) if same else {}
 
 

@@ -239,6 +239,9 @@ class TestPage:
         page = tool.page(kept(tmp_path, *runs)).split("## Where our numbers come from")[1]
         made_with = ["official", "tf32", "a device", "2.11.0", "0.1.0"]
         assert row(page, "SHOT", "pacs")[2:] == [*made_with, "P>A>C>S: 2022 `a.json`, 2023 `b.json`"]
+        newer = replace(runs[0], environment={**runs[0].environment, "code": "abc"})
+        page_of_newer = tool.page(kept(tmp_path / "newer", newer)).split("## Where our numbers come from")[1]
+        assert row(page_of_newer, "SHOT", "pacs")[6] == "0.1.0 `abc`"
         assert f"P `{'0' * 12}`" in page
         assert f"weights `{'f' * 12}`" in page
         assert page.rstrip().endswith("Files that count for no cell: `pacs/c.json`.")

@@ -171,7 +171,7 @@ def test_runs_with_another_beginning_do_not_wait(tmp_path):
 
 def test_other_code_makes_another(tmp_path, monkeypatch):
     run(tmp_path / "1")
-    monkeypatch.setattr(module, "_code", lambda: "edited")
+    monkeypatch.setattr(module, "code_hash", lambda: "edited")
     assert not is_reused(run(tmp_path / "2"))
 
 

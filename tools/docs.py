@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+from reproducibility import counts
+
 from ratp.config import as_dict, switches
 from ratp.matrix import METRICS
 from ratp.methods import METHODS
@@ -110,7 +112,7 @@ def benchmark_table() -> str:
         order = spec.orders[name]
         title = f"{spec.name}, {'>'.join(order)}"
         files = sorted((ROOT / "results" / spec.name).glob("ratp*.json"))
-        found = [run for run in map(read_run, files) if run.matrix.domains == order]
+        found = [run for run in map(read_run, files) if run.matrix.domains == order and counts(run)]
         if not found:
             blocks.append(f"**{title}**: not run yet.")
             continue
@@ -138,7 +140,7 @@ def method_averages(spec: StreamSpec, folder: str = "", *, all_methods: bool = T
     runs = [read_run(path) for path in sorted((ROOT / "results" / spec.name / folder).glob("*.json"))]
     lines = ["| method | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
     for name in METHODS:
-        found = [run for run in runs if run.method == name and run.matrix.domains == order]
+        found = [run for run in runs if run.method == name and run.matrix.domains == order and counts(run)]
         if not found:
             lines += [f"| `{name}` | not run | – | – | – |"] if all_methods else []
             continue

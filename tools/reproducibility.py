@@ -111,7 +111,7 @@ def counts(run: RunRecord) -> bool:
     """Whether a run is in the paper's setting."""
     changed = STATIONARY if run.method == "ratp" and len(run.matrix.domains) == 2 else {}
     official = run.config["preset"] == DEFAULT_PRESET and not run.config.get("method_file")
-    return official and run.config["changed"] == changed and run.matrix.complete
+    return official and run.config["changed"] == changed and "guard" not in run.config and run.matrix.complete
 
 
 def collect(runs: Iterable[RunRecord]) -> Results:
@@ -277,17 +277,23 @@ def provenance(runs: Sequence[RunRecord], results: Results) -> list[str]:
     ]
     head = ["method", "stream", "preset", "precision", "device", "torch", "ratp", "order: seed and file"]
     about = "First digits of the sha256 of each domain's images and of the weights training starts from:"
-    blocks = [about, "\n".join(hashes), _table(head, rows, text=len(head))]
+    code = (
+        "Behind a version stand the first digits of the hash of the package's code, where the file has it; `ratp "
+        "doctor` prints those of the installed one. The other files are older: `git log FILE` names the commit they "
+        "came with."
+    )
+    blocks = [about, "\n".join(hashes), _table(head, rows, text=len(head)), code]
     files = {run.path for seeds in used.values() for run in seeds.values()}
     others = [f"`{run.path.parent.name}/{run.path.name}`" for run in runs if run.path not in files]
     return [*blocks, f"Files that count for no cell: {', '.join(others) or 'none'}."]
 
 
 def _made_with(run: RunRecord) -> tuple[str, ...]:
-    """Preset, precision, device, and the versions of torch and of this package."""
+    """Preset, precision, device, and the versions of torch and of this package, with the hash of its code."""
     about = run.environment
     recorded = (about.get("precision"), about.get("device_name"), about.get("packages", {}).get("torch"))
-    return (run.config["preset"], *(value or "not recorded" for value in recorded), run.config["ratp"])
+    version = run.config["ratp"] + (f" `{about['code']}`" if about.get("code") else "")
+    return (run.config["preset"], *(value or "not recorded" for value in recorded), version)
 
 
 def _seed_and_file(run: RunRecord) -> str:

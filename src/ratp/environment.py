@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ def describe_environment(device: torch.device, precision: Precision = "fp32") ->
     """Versions, machine and device, as ``environment.json`` keeps them."""
     return {
         "ratp": __version__,
+        "code": code_hash()[:12],
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: package_version(name) for name in PACKAGES},
@@ -35,9 +39,22 @@ def describe_environment(device: torch.device, precision: Precision = "fp32") ->
     }
 
 
+@cache
+def code_hash() -> str:
+    """The hash of all code of this package: what a version is between releases."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What differs between two environments, so far as a result may depend on it: both values, by name."""
-    old, new = _flat(before), _flat(now)
+    """What differs between two environments, so far as a result may depend on it: both values, by name.
+
+    Of code a hash was not always kept: where there is none, nothing is known to differ.
+    """
+    old, new = _flat({"code": now.get("code"), **before}), _flat(now)
     return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}
 
 

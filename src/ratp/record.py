@@ -38,7 +38,7 @@ RESULT_KIND = "ratp result"
 # Mark of results that true labels of targets went into.
 ORACLE = "knows target labels"
 # What of a config determines the result; the fingerprint is its hash.
-_DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
+DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
 _FOUND = ("classes", "data", "weights")
 # Events of a journal that a result keeps.
 _KEPT = ("stage_finished", "probe")
@@ -151,7 +151,7 @@ class RunRecord:
 
 def fingerprint_of(config: Mapping[str, Any]) -> str:
     """The hash of what in a config determines the result."""
-    decisive = {name: config[name] for name in (*_DECIDED, *_FOUND) if name in config}
+    decisive = {name: config[name] for name in (*DECIDED, *_FOUND) if name in config}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 

@@ -14,13 +14,13 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ratp.environment import code_hash
 from ratp.errors import RunDirectoryError
 from ratp.files import read_tensors, write_tensors
 from ratp.notes import Note, note_not_kept
@@ -46,7 +46,7 @@ class SourceModels:
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self._folder = folder
-        self._about = {**about, "torch": torch.__version__, "threads": torch.get_num_threads(), "code": _code()}
+        self._about = {**about, "torch": torch.__version__, "threads": torch.get_num_threads(), "code": code_hash()}
 
         self._held: tuple[int, Path] | None = None  # an open file that is locked
 
@@ -152,13 +152,3 @@ def _read(path: Path) -> dict[str, Tensor] | None:
     with suppress(OSError):
         path.touch()
     return tensors
-
-
-@cache
-def _code() -> str:
-    """The hash of all code of this package."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

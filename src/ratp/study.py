@@ -25,7 +25,7 @@ from ratp.matrix import Matrix
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import PUBLISHED, RunPlan
-from ratp.record import RunRecord, read_run
+from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
 from ratp.schema import CONFIG, FAILURE, MATRIX, STUDY
 from ratp.side_by_side import Listener, Result, run_all
@@ -338,15 +338,12 @@ def _is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
     if (config.get("method"), config.get("seed")) != (plan.method.name, plan.seed):
         return False
     decided = _plain(plan.decisions())
-    there = {key: _plain(config.get(key)) for key in _DECISIVE}
+    there = {key: _plain(config.get(key)) for key in DECIDED}
     for group in ("recipe", "switches"):
         if isinstance(there[group], dict) and config.get("preset") == plan.preset:
             unchanged = {key: value for key, value in decided[group].items() if key not in plan.changed}
             there[group] = unchanged | there[group]
-    return there == {key: decided.get(key) for key in _DECISIVE}
-
-
-_DECISIVE = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
+    return there == {key: decided.get(key) for key in DECIDED}
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.matrix import Matrix
 from ratp.record import RunRecord, read_run
-from ratp.report.summary import Spread, group_runs, sections, unfamiliar_area
+from ratp.report.summary import Spread, by_domain, group_runs, sections
 
 GOLDEN = ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0))
 SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))
@@ -110,47 +110,47 @@ def test_nothing_to_report_is_an_error_that_says_so():
 
 
 def test_area_of_a_constant_curve_is_the_constant():
-    area = unfamiliar_area(record([(1, 0.0, 50.0), (1, 0.5, 50.0), (1, 1.0, 50.0)]))
-    assert area == {"photo": 50.0, "average": 50.0}
+    area = by_domain(record([(1, 0.0, 50.0), (1, 0.5, 50.0), (1, 1.0, 50.0)]), "Unfamiliar")
+    assert area == {"photo": 50.0}
 
 
 def test_area_of_lines_and_of_irregular_spacing():
     straight = [(1, 0.0, 20.0), (1, 1.0, 80.0)]
     bent = [(2, 0.0, 0.0), (2, 0.1, 50.0), (2, 0.5, 70.0), (2, 1.0, 90.0)]
-    area = unfamiliar_area(record(straight + bent))
+    area = by_domain(record(straight + bent), "Unfamiliar")
     assert area["photo"] == pytest.approx(50.0)
     assert area["font"] == pytest.approx(0.1 * 25 + 0.4 * 60 + 0.5 * 80)
-    assert area["average"] == pytest.approx((area["photo"] + area["font"]) / 2)
 
 
 def test_area_leaves_out_the_source_and_stages_under_way():
     probes = [(0, 0.0, 10.0), (0, 1.0, 90.0), (1, 0.0, 40.0), (1, 1.0, 60.0), (2, 0.0, 30.0)]
-    assert unfamiliar_area(record(probes, GOLDEN[:2])) == {"photo": 50.0, "average": 50.0}
-    assert unfamiliar_area(record([])) == {}
+    assert by_domain(record(probes, GOLDEN[:2]), "Unfamiliar") == {"photo": 50.0}
+    assert by_domain(record([]), "Unfamiliar") == {}
 
 
 def test_a_stage_begun_anew_counts_as_it_went_the_last_time():
     interrupted = [(1, 0.0, 10.0), (1, 0.5, 10.0), (1, 0.0, 60.0), (1, 1.0, 60.0)]
-    assert unfamiliar_area(record(interrupted))["photo"] == pytest.approx(60.0)
+    assert by_domain(record(interrupted), "Unfamiliar")["photo"] == pytest.approx(60.0)
 
 
 @given(st.dictionaries(st.floats(0, 1), st.floats(0, 100), min_size=1, max_size=12))
 def test_area_lies_between_the_lowest_and_the_highest_accuracy(curve):
-    area = unfamiliar_area(record([(1, p, curve[p]) for p in sorted(curve)]))["photo"]
+    area = by_domain(record([(1, p, curve[p]) for p in sorted(curve)]), "Unfamiliar")["photo"]
     assert min(curve.values()) - 1e-9 <= area <= max(curve.values()) + 1e-9
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.lists(st.floats(0, 1), max_size=8))
 def test_area_of_a_line_does_not_depend_on_where_it_was_probed(start, end, between):
     points = sorted({0.0, 1.0, *between})
-    area = unfamiliar_area(record([(1, p, (1 - p) * start + p * end) for p in points]))["photo"]
+    probes = [(1, p, (1 - p) * start + p * end) for p in points]
+    area = by_domain(record(probes), "Unfamiliar")["photo"]
     assert area == pytest.approx((start + end) / 2, abs=1e-6)
 
 
 def test_area_survives_the_export_to_a_result_file(make_run, tmp_path):
     run = make_run(probes={"photo": [(0.0, 40.0), (0.3, 70.0), (1.0, 80.0)]})
     run.export(tmp_path / "result.json")
-    assert unfamiliar_area(read_run(tmp_path / "result.json")) == unfamiliar_area(run)
+    assert by_domain(read_run(tmp_path / "result.json"), "Unfamiliar") == by_domain(run, "Unfamiliar")
 
 
 @pytest.mark.parametrize("broken", [{"progress": "half"}, {"progress": 1.5}, {"accuracy": {"photo": 101}}])
@@ -159,7 +159,7 @@ def test_a_damaged_probe_names_the_run(golden, broken):
     with (golden.path / "journal.jsonl").open("a") as journal:
         journal.write(json.dumps(probe) + "\n")
     with pytest.raises(RunDirectoryError, match="damaged"):
-        unfamiliar_area(read_run(golden.path))
+        by_domain(read_run(golden.path), "Unfamiliar")
 
 
 def test_what_all_runs_have_in_common_is_said_once(make_run):

@@ -45,7 +45,8 @@ def test_terminal_compares_methods_and_marks_the_best(make_run):
     comparison = text[text.index("Comparison") :]
     assert "53.8 ± 1.8*" in line_of(comparison, "ratp")
     assert line_of(comparison, "source-only").split() == ["source-only", "1", "40.0", "59.7", "74.5"]
-    assert "Mean ± sample standard deviation over seeds." in text
+    assert "Mean ± sample standard deviation over seeds. Without ±: from a single seed." in text
+    assert "single seed" not in printed([make_run(seed=0), make_run(SECOND, seed=1)])
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -16,7 +16,7 @@ from ratp import kernels
 from ratp.cli.data_progress import size_text
 from ratp.cli.findings import Finding
 from ratp.data.image_file import free_memory
-from ratp.environment import device_name, package_version
+from ratp.environment import code_hash, device_name, package_version
 from ratp.precision import Precision, find_precision
 from ratp.version import __version__
 
@@ -27,7 +27,9 @@ _NEEDED = re.compile(r"([A-Za-z0-9_.-]+)>=([\d.]+)$")
 
 def machine() -> Iterator[Finding]:
     """All there is to say about it."""
-    yield Finding("ratp", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
+    yield Finding(
+        "ratp", f"{__version__} (code {code_hash()[:12]}), Python {platform.python_version()}, {platform.system()}"
+    )
     yield from versions(importlib.metadata.requires("ratp") or [])
     yield Finding("processor", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     free = free_memory()

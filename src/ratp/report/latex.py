@@ -103,7 +103,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _caption(section: Section) -> str:
     order = r" $\rightarrow$ ".join(map(escape_latex, section.order))
-    spread = " Mean $\\pm$ standard deviation over seeds." if section.several_seeds else ""
+    spread = f" {section.spread_note}".rstrip().replace("±", r"$\pm$")
     second = ", second best underlined" if sum(part.competes for part in section.parts) > 2 else ""
     best = f" Best in bold{second}." if sum(part.competes for part in section.parts) > 1 else ""
     notes = "".join(f" {escape_latex(note)}" for note in section.notes())

@@ -202,6 +202,7 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "runs": section.runs,
         "measures": section.measures,
         "several_seeds": section.several_seeds,
+        "spread_note": section.spread_note,
         "notes": section.notes(),
         "tiles": [_tile(measure, i, rows) for i, measure in enumerate(section.measures)],
         "comparison": rows,

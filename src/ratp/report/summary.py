@@ -172,6 +172,14 @@ class Section:
         """Whether a mean is over more than one seed."""
         return any(len(part.counted) > 1 for part in self.parts)
 
+    @property
+    def spread_note(self) -> str:
+        """What ± means in its tables, and what a number without it is; empty where no mean is over several seeds."""
+        if not self.several_seeds:
+            return ""
+        single = " Without ±: from a single seed." if any(len(part.counted) == 1 for part in self.parts) else ""
+        return f"Mean ± sample standard deviation over seeds.{single}"
+
     def columns(self, measure: Measure) -> tuple[str, ...]:
         """The domains a measure is defined on."""
         if measure in ("TDG", "Unfamiliar"):
@@ -239,24 +247,15 @@ def _section(stream: str, order: tuple[str, ...], groups: Sequence[Group]) -> Se
 
 
 def by_domain(run: RunRecord, measure: Measure) -> dict[str, float]:
-    """A measure of one run on every domain that has it so far."""
+    """A measure of one run on every domain that has it so far.
+
+    Unfamiliar is the area under the accuracy curve of a target domain while its own stage trains, in percent, over
+    progress 0 to 1. The curve is held constant before its first and after its last point: a constant 50 gives 50.
+    """
     if measure != "Unfamiliar":
         return run.matrix.metric(measure)
     trained = run.matrix.domains[: run.matrix.stages]
     return {domain: area(curve) for domain, curve in probed_curves(run).items() if domain in trained}
-
-
-def unfamiliar_area(run: RunRecord) -> dict[str, float]:
-    """Area under the accuracy curve of each target domain while its own stage trains, in percent.
-
-    The curve runs over progress 0 to 1 and is held constant before its first and after its last
-    measured point, so a constant accuracy of 50 gives 50. Stages under way are left out.
-
-    Returns:
-        The area by target domain and their mean under ``"average"``; empty without probes.
-    """
-    areas = by_domain(run, "Unfamiliar")
-    return {**areas, "average": _mean(list(areas.values()))} if areas else {}
 
 
 def _group_notes(group: Group) -> list[str]:

@@ -115,7 +115,7 @@ def _comparison(section: Section) -> str:
     for row in compared:
         seeds = str(len(row.part.counted)) if row.part.finished else row.part.status
         rows.append([escape_markdown(row.part.name), seeds, *_values(row.cells)])
-    spread = ["Mean ± sample standard deviation over seeds."] if section.several_seeds else []
+    spread = [section.spread_note] if section.spread_note else []
     marks = mark_note(max(cell.rank for row in compared for cell in row.cells))
     lines = [*spread, *marks, *(escape_markdown(note) for note in section.notes())]
     return "\n\n".join([markdown_grid(head, rows), *(["\n".join(f"- {line}" for line in lines)] if lines else [])])

@@ -179,7 +179,7 @@ class _SectionPrinter(Printer):
         self.console.print()
 
     def notes(self) -> None:
-        notes = ["Mean ± sample standard deviation over seeds."] if self.content.several_seeds else []
+        notes = [self.content.spread_note] if self.content.spread_note else []
         if sum(part.competes for part in self.content.parts) > 1:
             notes.append("* marks the best of a column.")
         for note in [*notes, *self.content.notes()]:
