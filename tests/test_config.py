@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratp.config import as_dict, override, switch, switches
+from helpers import toy_plan
+from ratp.config import as_dict, decisive, override, switch, switches
 from ratp.errors import ConfigError, RatpError, unknown
 from ratp.methods.ratp import RaTPConfig
 from ratp.recipe import Recipe
@@ -319,3 +320,28 @@ class TestSwitches:
     @pytest.mark.parametrize("config", [RaTPConfig(), Recipe()], ids=["ratp", "recipe"])
     def test_every_switch_explains_itself(self, config):
         assert all(s.explanation for s in switches(config))
+
+
+class TestLaterSwitches:
+    """Those that came after the first results."""
+
+    @dataclass(frozen=True)
+    class Grown:
+        """A configuration with one."""
+
+        rate: float = switch(0.1, "rate")
+        warmth: float = switch(0.0, "how warm it begins", later=True)
+
+    def test_at_its_default_it_is_no_decision(self):
+        assert as_dict(self.Grown()) == {"rate": 0.1, "warmth": 0.0}
+        assert decisive(self.Grown()) == {"rate": 0.1}
+
+    def test_with_another_value_it_is(self):
+        assert decisive(override(self.Grown(), {"warmth": "0.5"})) == {"rate": 0.1, "warmth": 0.5}
+
+    def test_a_run_is_called_as_before_unless_it_is_changed(self):
+        plain, other = (toy_plan(changes=changes) for changes in ({}, {"network.bottleneck": "one"}))
+        assert "network.bottleneck" not in plain.decisions()["recipe"]
+        assert other.decisions()["recipe"]["network.bottleneck"] == "one"
+        assert other.changed["network.bottleneck"] == "one"
+        assert other.digest() != plain.digest()

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import all_finite, toy_method, toy_plan
 from ratp.backbones import ChannelDropout
 from ratp.errors import ConfigError
+from ratp.methods import METHODS
 from ratp.network import Network, NetworkConfig, check_network
 from ratp.randomness import Randomness
 
@@ -70,6 +72,43 @@ class TestShape:
             output = network(torch.randn(2, 3, *size))
         assert output.embedding.shape == (2, 8)
         assert output.logits.shape == (2, 5)
+
+
+class TestOneLayer:
+    """The bottleneck SHOT was published with."""
+
+    def test_the_embedding_is_a_normalised_linear_map_of_the_features(self):
+        network = make(width=0.1, dim=8, bottleneck="one").eval()
+        linear, norm, _ = network.bottleneck
+        with torch.no_grad():
+            features = network.features(images())
+            z = features @ linear.weight.T + linear.bias
+            torch.testing.assert_close(network(images()).embedding, z / math.sqrt(1 + norm.eps))
+
+    def test_half_of_it_is_dropped_while_it_learns(self):
+        network = make(width=0.1, dim=64, bottleneck="one").train()
+        network.use_generator(generator())
+        first = network(images(32)).embedding
+        assert 0.4 < (first == 0).float().mean() < 0.6
+        network.use_generator(generator())
+        assert torch.equal(network(images(32)).embedding, first)
+
+    def test_nothing_is_dropped_behind_a_large_network(self):
+        network = make(backbone="resnet18", dim=8, bottleneck="one", image_size=(64, 64)).train()
+        assert not (network(torch.randn(4, 3, 64, 64)).embedding == 0).any()
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_every_method_learns_with_it_or_says_that_it_cannot(self, name):
+        plan = toy_plan(name, changes={"network.bottleneck": "one"})
+        if name in ("gsfda", "l2d"):
+            with pytest.raises(ConfigError, match=f"{name} needs the bottleneck of two layers"):
+                toy_method(plan)
+            return
+        method, source, targets = toy_method(plan)
+        method.fit_source(source)
+        if not method.uses_target_labels(method.config):
+            method.adapt(targets[0].unlabelled())
+        assert all_finite(method.state())
 
 
 class TestCheck:

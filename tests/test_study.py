@@ -24,7 +24,7 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import StageStarted
 from ratp.lock import LOCK_FILE, exclusive, is_held
 from ratp.plan import RunRequest
-from ratp.record import RunRecord, fingerprint_of, read_run
+from ratp.record import RunRecord, read_run
 from ratp.run import Run
 from ratp.study import Study, run_study
 from ratp.study_file import read_study
@@ -535,31 +535,6 @@ class TestStates:
         with pytest.raises(KeyboardInterrupt):
             run_study(study, at_once=1, on_event=stop)
         assert study.state(wild) == "interrupted"
-
-    @pytest.fixture
-    def renamed(self, study):
-        """The first finished run, in a directory as it was called before there was a switch for momentum."""
-        entry = study.entries[1]
-        older = entry.folder.rename(entry.folder.with_name("source-only-before"))
-        config = json.loads((older / "config.json").read_text())
-        del config["switches"]["sgd.momentum"]
-        config["fingerprint"] = fingerprint_of(config)
-        (older / "config.json").write_text(json.dumps(config))
-        return older, config
-
-    def test_one_from_before_there_was_a_switch_is_not_repeated(self, study, renamed):
-        again = read_study(study.path, study.folder, NO_WEIGHTS)
-        assert list(again.states().values()) == ["failed", "finished", "finished"]
-        assert again.record(again.entries[1]).path == renamed[0]
-
-    @pytest.mark.parametrize("change", [{"seed": 3}, {"weights": "0" * 64}, {"preset": "paper"}])
-    def test_but_only_if_all_else_is_the_same(self, study, renamed, change):
-        older, config = renamed
-        config |= change
-        config["fingerprint"] = fingerprint_of(config)
-        (older / "config.json").write_text(json.dumps(config))
-        again = read_study(study.path, study.folder, NO_WEIGHTS)
-        assert list(again.states().values()) == ["failed", "waiting", "finished"]
 
 
 class TestClaim:

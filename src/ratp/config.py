@@ -25,6 +25,7 @@ def switch(
     minimum: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    later: bool = False,
 ) -> Any:
     """A configuration field.
 
@@ -35,8 +36,11 @@ def switch(
         minimum: Smallest value allowed.
         above: Values must lie above this.
         below: Values must lie below this.
+        later: It was added when there were results already, and its default does what was done before: no decision
+            where it has that (:func:`decisive`), so that the hashes of runs and the names of their directories stay.
     """
-    metadata = {"explanation": explanation, "row": row, "minimum": minimum, "above": above, "below": below}
+    limits = {"minimum": minimum, "above": above, "below": below}
+    metadata = {"explanation": explanation, "row": row, "later": later, **limits}
     if is_dataclass(default):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -52,6 +56,7 @@ class Switch:
         kind: Its type, in words.
         explanation: What it does.
         row: Its row in the list of differences between paper and published code, if it stands there.
+        is_decision: Whether a result depends on it in a way that all earlier ones do not.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Switch:
     kind: str
     explanation: str
     row: int | None
+    is_decision: bool = True
 
 
 def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
@@ -71,12 +77,22 @@ def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
         else:
             meta = item.metadata
             kind = _describe(hints[item.name])
-            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("row"))
+            decides = not (meta.get("later") and value == item.default)
+            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("row"), decides)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
     """A configuration as plain data, by dotted names."""
-    return {s.name: list(s.value) if isinstance(s.value, tuple) else s.value for s in switches(config)}
+    return {s.name: _plain(s.value) for s in switches(config)}
+
+
+def decisive(config: Any) -> dict[str, Any]:
+    """What of a configuration a result depends on, as plain data: all but later switches at their defaults."""
+    return {s.name: _plain(s.value) for s in switches(config) if s.is_decision}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def override(config: T, changes: Mapping[str, Any]) -> T:

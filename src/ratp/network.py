@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from ratp.backbones import ChannelDropout, check_backbone, make_backbone
 from ratp.config import switch
+from ratp.errors import ConfigError
 from ratp.parts.batch_norm import BatchNorm1d
 from ratp.parts.scores import scores
 from ratp.precision import Precision
+
+_DROPOUT = 0.5  # of an embedding, in a bottleneck of one layer behind dtn
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class NetworkConfig:
     width: float = switch(1.0, "factor on the channels of dtn", above=0, below=100)
     hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
     dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)
+    bottleneck: Literal["two", "one"] = switch(
+        "two",
+        "linear layers of the bottleneck: two, or one, then BatchNorm and with dtn dropout, as SHOT was published",
+        later=True,
+    )
 
 
 def check_network(config: NetworkConfig, image_size: tuple[int, int] | None = None) -> None:
@@ -75,12 +83,23 @@ class _Bottleneck(nn.Sequential):
         return cast(Tensor, last(norm(first(x), relu=True)))
 
 
+class _OneLayer(nn.Sequential):
+    """Linear, BatchNorm, dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The embedding."""
+        linear, norm, dropout = self
+        embedding: Tensor = norm(linear(x))
+        keep = cast(ChannelDropout, dropout).draw(embedding)
+        return embedding if keep is None else embedding * keep
+
+
 class Network(nn.Module):
     """A classifier in three parts.
 
     Attributes:
         backbone: F, images to features.
-        bottleneck: B, Linear · BatchNorm · ReLU · Linear.
+        bottleneck: B, Linear · BatchNorm · ReLU · Linear, or Linear · BatchNorm · dropout.
         classifier: W, linear without bias.
     """
 
@@ -102,16 +121,15 @@ class Network(nn.Module):
         self.channels_last = False
         self.precision: Precision = "fp32"
         self.backbone, features = make_backbone(config.backbone, image_size, config.width)
-        self.bottleneck = _Bottleneck(
-            _WideLinear(features, config.hidden),
-            BatchNorm1d(config.hidden),
-            nn.ReLU(),
-            nn.Linear(config.hidden, config.dim),
-        )
+        self.bottleneck = _two_layers(features, config) if config.bottleneck == "two" else _one_layer(features, config)
         self.classifier = nn.Linear(config.dim, classes, bias=False)
-        for layer in (self.bottleneck[0], self.bottleneck[3]):
-            nn.init.normal_(layer.weight, std=0.01)  # type: ignore[arg-type]
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        for layer in self.bottleneck:
+            if isinstance(layer, nn.Linear):
+                if config.bottleneck == "two":
+                    nn.init.normal_(layer.weight, std=0.01)
+                else:
+                    nn.init.xavier_normal_(layer.weight)
+                nn.init.zeros_(layer.bias)
         # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
         nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
 
@@ -159,3 +177,23 @@ class Network(nn.Module):
     def frozen_copy(self) -> Network:
         """A copy that no longer learns: in evaluation mode, without gradients, its dropout without a generator."""
         return deepcopy(self).eval().requires_grad_(False)
+
+
+def check_two_layers(config: NetworkConfig, method: str) -> None:
+    """Refuses a bottleneck of one layer, for methods that reach into one of two.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    if config.bottleneck != "two":
+        raise ConfigError(f"{method} needs the bottleneck of two layers: leave network.bottleneck as it is.")
+
+
+def _two_layers(features: int, config: NetworkConfig) -> nn.Sequential:
+    first, last = _WideLinear(features, config.hidden), nn.Linear(config.hidden, config.dim)
+    return _Bottleneck(first, BatchNorm1d(config.hidden), nn.ReLU(), last)
+
+
+def _one_layer(features: int, config: NetworkConfig) -> nn.Sequential:
+    dropout = ChannelDropout(_DROPOUT if config.backbone == "dtn" else 0.0)
+    return _OneLayer(_WideLinear(features, config.dim), BatchNorm1d(config.dim), dropout)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ratp.config import as_dict, override
+from ratp.config import as_dict, decisive, override
 from ratp.data.cache import cache_folder
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, unknown
@@ -175,8 +175,8 @@ class RunPlan:
             "method": self.method.name,
             "method_file": _file_hash(self.method),
             "seed": self.seed,
-            "recipe": as_dict(self.recipe),
-            "switches": as_dict(self.config),
+            "recipe": decisive(self.recipe),
+            "switches": decisive(self.config),
             **acting,
         }
 

@@ -24,7 +24,7 @@ from ratp.lock import is_held
 from ratp.matrix import Matrix
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
-from ratp.plan import PUBLISHED, RunPlan
+from ratp.plan import RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
 from ratp.schema import CONFIG, FAILURE, MATRIX, STUDY
@@ -188,20 +188,6 @@ class Study:
         entries = (replace(entry, result=_result_of(entry.plan, complete) or entry.result) for entry in self.entries)
         return replace(self, entries=tuple(entries))
 
-    def with_older(self) -> Study:
-        """The study, knowing runs in its folder that ended before one of their method's switches existed.
-
-        Names of directories are hashes of all switches, so such a run has another name than it would get now.
-        """
-        names = {entry.name for entry in self.entries}
-        others = (item for item in _inside(self.folder) if item.name not in names)
-        found = [record for record in map(_read_finished, others) if record is not None]
-        entries = []
-        for entry in self.entries:
-            older = [record for record in found if _is_older(entry.plan, record.config)]
-            entries.append(replace(entry, result=_result_of(entry.plan, older) or entry.result))
-        return replace(self, entries=tuple(entries))
-
     def _failure_file(self, entry: Entry) -> Path:
         return self.folder / FAILURES / f"{entry.name}.json"
 
@@ -288,29 +274,6 @@ def _is_finished(entry: Entry) -> bool:
         return False
 
 
-def _read_finished(folder: Path) -> RunRecord | None:
-    """The run in a folder, if there is one that came to its end."""
-    try:
-        record = read_run(folder) if _exists(folder / "weights.safetensors") else None
-    except RatpError:
-        return None
-    return record if record is not None and record.matrix.complete else None
-
-
-def _is_older(plan: RunPlan, config: Mapping[str, Any]) -> bool:
-    """Whether a config lacks a switch that the plan has, and has the plan's weights."""
-    weights = None if plan.weights_from == PUBLISHED or plan.weights is None else plan.weights.sha256
-    same = config.get("weights") == weights or (plan.weights_from == PUBLISHED and config.get("weights") is not None)
-    return same and not as_dict(plan.config).keys() <= config.get("switches", {}).keys()
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:  # it is not there yet, or cannot be read
-        return []
-
-
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -332,8 +295,8 @@ def _finished_at(record: RunRecord) -> str:
 def _is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
     """Whether a config has all that determines the plan's result, but for images and weights.
 
-    A switch that did not exist when the config was written had, in effect, its default: no switch is added whose
-    default changes what a method does.
+    Of the first switches some came after the first results and are in the hash of later ones: a config without such
+    a switch had, in effect, its default.
     """
     if (config.get("method"), config.get("seed")) != (plan.method.name, plan.seed):
         return False

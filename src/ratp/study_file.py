@@ -93,7 +93,7 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
     entries, wrong = _entries(cases, place)
     if asked_wrongly or problems or wrong:
         raise ConfigError([*asked_wrongly, *(f"{path.name}: {p}" for p in dict.fromkeys([*problems, *wrong]))])
-    return Study(_line(content.get("title", path.stem)), path, place, entries).with_older()
+    return Study(_line(content.get("title", path.stem)), path, place, entries)
 
 
 def _checked(base: RunRequest) -> tuple[RunRequest, list[str]]:

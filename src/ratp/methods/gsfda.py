@@ -44,7 +44,7 @@ from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import run_in_chunks
 from ratp.method import Phase, Setting
-from ratp.network import Output
+from ratp.network import Output, check_two_layers
 from ratp.parts.batch_norm import affine_parameters, by_batch
 from ratp.parts.clip import clip_norm
 from ratp.parts.domain_attention import MaskedLinear, annealed_scale, compensation, domain_masks, used_elsewhere
@@ -92,6 +92,7 @@ class GSFDA(CopyingMethod):
     config: GSFDAConfig
 
     def __init__(self, setting: Setting, config: GSFDAConfig) -> None:
+        check_two_layers(setting.recipe.network, self.name)
         super().__init__(setting, config)
         with setting.randomness.scope("domain attention"):
             self.gate = MaskedLinear(cast(nn.Linear, self.network.bottleneck[3]), config.slots)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.method import Phase, Setting, pack, unpack
+from ratp.network import check_two_layers
 from ratp.parts.club import information_bound, misfit, random_order
 from ratp.parts.mmd import conditional_mmd
 from ratp.parts.scl import supervised_contrastive
@@ -103,6 +104,7 @@ class L2D(NetworkMethod):
 
     def __init__(self, setting: Setting, config: L2DConfig) -> None:
         check_step_decay(config.sgd, config.decay)
+        check_two_layers(setting.recipe.network, self.name)
         super().__init__(setting, config)
         sizes = setting.recipe.network
         with setting.randomness.scope("style"):
