@@ -130,8 +130,11 @@ class Network(nn.Module):
                 else:
                     nn.init.xavier_normal_(layer.weight)
                 nn.init.zeros_(layer.bias)
-        # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
-        nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
+        if config.bottleneck == "two":
+            # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
+            nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
+        else:
+            nn.init.xavier_normal_(self.classifier.weight)
 
     @property
     def prototypes(self) -> Tensor:
