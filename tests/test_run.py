@@ -38,7 +38,7 @@ from helpers import (
 )
 from helpers import ratp as ratp_command
 from ratp import __version__
-from ratp.config import as_dict
+from ratp.config import decisive
 from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Probed, StageFinished, StageStarted, Trained
@@ -139,8 +139,8 @@ class TestDirectory:
 
     def test_the_config_spells_out_every_value(self, run):
         config = json.loads((run.folder / "config.json").read_text())
-        assert config["recipe"] == as_dict(run.plan.recipe)
-        assert config["switches"] == as_dict(run.plan.config)
+        assert config["recipe"] == decisive(run.plan.recipe)
+        assert config["switches"] == decisive(run.plan.config)
         assert config["order"] == ["scan", "photo", "font", "street"]
         assert config["changed"] == TINY | QUICK.get(run.plan.method.name, {})
         told = (config["method"], config["stream"], config["seed"], config["preset"], config["ratp"], config["schema"])

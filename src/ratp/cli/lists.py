@@ -173,7 +173,7 @@ def show_stream(
         try:
             loaded = spec.load(codes, spec.recipe.size, options)
         except RatpError:
-            if not json_:  # the values of a stream can be told without its images
+            if spec.name in STREAMS and not json_:  # the values of a benchmark can be told without its images
                 _print_switches(spec.recipe, spec.recipe)
             raise
     for note in [note for item in loaded for note in item.notes] if not json_ else []:
