@@ -56,7 +56,7 @@ class Switch:
         kind: Its type, in words.
         explanation: What it does.
         row: Its row in the list of differences between paper and published code, if it stands there.
-        is_decision: Whether a result depends on it in a way that all earlier ones do not.
+        is_decision: Whether it is part of what a run is known by; a later switch at its default is not.
     """
 
     name: str

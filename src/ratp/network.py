@@ -123,18 +123,17 @@ class Network(nn.Module):
         self.backbone, features = make_backbone(config.backbone, image_size, config.width)
         self.bottleneck = _two_layers(features, config) if config.bottleneck == "two" else _one_layer(features, config)
         self.classifier = nn.Linear(config.dim, classes, bias=False)
-        for layer in self.bottleneck:
-            if isinstance(layer, nn.Linear):
-                if config.bottleneck == "two":
-                    nn.init.normal_(layer.weight, std=0.01)
-                else:
-                    nn.init.xavier_normal_(layer.weight)
-                nn.init.zeros_(layer.bias)
-        if config.bottleneck == "two":
-            # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
-            nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
-        else:
-            nn.init.xavier_normal_(self.classifier.weight)
+        linear = [layer for layer in self.bottleneck if isinstance(layer, nn.Linear)]
+        for layer in linear:
+            nn.init.zeros_(layer.bias)
+        if config.bottleneck == "one":
+            for layer in (*linear, self.classifier):
+                nn.init.xavier_normal_(layer.weight)
+            return
+        for layer in linear:
+            nn.init.normal_(layer.weight, std=0.01)
+        # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
+        nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
 
     @property
     def prototypes(self) -> Tensor:

@@ -121,8 +121,9 @@ class Study:
             plan, state = entry.plan, self.state(entry)
             reason = self.reason(entry) if state == "failed" else ""
             record = self.record(entry)
-            what = json.dumps({k: v for k, v in plan.decisions().items() if k not in ("order", "seed")}, sort_keys=True)
-            asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, what))
+            values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}
+            settings = json.dumps(values, sort_keys=True)
+            asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, settings))
         return StudyRecord(self.title, told_apart(asked), self._usual())
 
     def _usual(self) -> dict[tuple[int, str], Any]:

@@ -38,7 +38,7 @@ class AskedRun:
         state: What became of it.
         reason: Why it failed; empty unless it did.
         record: Its result; None: it has not come to its end.
-        what: What it has in common with the same runs in other orders and with other seeds: method and settings.
+        settings: Its method and all values, but for order and seed, as text to compare.
     """
 
     rows: tuple[Row, ...]
@@ -48,7 +48,7 @@ class AskedRun:
     state: str
     reason: str = ""
     record: RunRecord | None = None
-    what: str = ""
+    settings: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def told_apart(runs: Sequence[AskedRun]) -> tuple[AskedRun, ...]:
     meant: dict[tuple[str, str], set[str]] = {}
     for run in runs:
         for row in run.rows:
-            meant.setdefault((row.label, run.stream), set()).add(run.what)
-    unclear = {label for (label, _), things in meant.items() if len(things) > 1}
+            meant.setdefault((row.label, run.stream), set()).add(run.settings)
+    unclear = {label for (label, _), settings in meant.items() if len(settings) > 1}
     return tuple(
         replace(
             run,

@@ -45,12 +45,12 @@ def record(averages, order=AB, seed=1, stream="demo", oracle=False):
     return RunRecord(Path("nowhere"), config, {}, Matrix(tuple(order), tuple(map(tuple, rows))), ())
 
 
-def asked(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reason="", what="", **values):
+def asked(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reason="", settings="", **values):
     """A run of a study; without averages, one that is missing."""
     found = record(averages, order, seed, **values) if averages else None
     rows = rows or (Row(0, label),)
     finished = "finished" if found else state
-    return AskedRun(rows, values.get("stream", "demo"), order, seed, finished, reason, found, what)
+    return AskedRun(rows, values.get("stream", "demo"), order, seed, finished, reason, found, settings)
 
 
 def swept(values, name="r_con", **options):
@@ -415,10 +415,10 @@ class TestTerminal:
 def test_a_label_that_grids_use_for_different_runs_names_the_grid():
     """Even if they share no order and seed: a mean over different things is a mean of nothing."""
     for place in ({}, {"seed": 2}, {"order": BA}):
-        other = asked("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")), what="another rate", **place)
+        other = asked("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")), settings="another rate", **place)
         runs = told_apart([asked("ratp", (50, 80, 70)), other])
         assert [[row.label for row in run.rows] for run in runs] == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
-    elsewhere = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), stream="other", what="its values")]
+    elsewhere = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), stream="other", settings="its values")]
     assert told_apart(elsewhere) == tuple(elsewhere)
     same = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), seed=2), asked("ratp", (50, 80, 70), BA)]
     assert told_apart(same) == tuple(same)
