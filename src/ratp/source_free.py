@@ -24,7 +24,6 @@ from ratp.drawn import drew
 from ratp.errors import ConfigError
 from ratp.method import Phase, Setting
 from ratp.network import Network, Output
-from ratp.parts.batch_norm import by_batch
 from ratp.parts.chunks import in_chunks
 from ratp.parts.information import information_maximisation
 from ratp.parts.losses import cross_entropy
@@ -204,8 +203,7 @@ class TargetPhase(Phase):
         if self._replay == "separate" and len(self._memory):
             stored = self._batches.draw_memory(self._memory, count)
             if len(stored.images) > 1:  # one image has no batch statistics
-                with by_batch(self._network):
-                    terms["replay"] = F.cross_entropy(self._network(stored.images).logits, stored.labels)
+                terms["replay"] = F.cross_entropy(self._network(stored.images).logits, stored.labels)
         total = torch.stack(list(terms.values())).sum()
         self._optimiser.minimise(total)
         self.after_update(batch, output)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from sklearn.covariance import ledoit_wolf as reference_ledoit_wolf
@@ -149,3 +152,30 @@ def test_it_can_be_kept_and_taken_back():
     assert isinstance(again, Mixture)
     assert again.known == mixture.known
     assert torch.equal(again.certainty(given), mixture.certainty(given))
+
+
+@pytest.mark.parametrize("name", ["cholesky_ex", "solve_triangular"])
+def test_threads_take_turns_with_linear_algebra(name, monkeypatch):
+    """Torch loads it at the first call for a GPU, and two first calls at once end in an error."""
+    inside, most, real = [], [], getattr(torch.linalg, name)
+
+    def watched(*args, **kwargs):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, name, watched)
+    given, labels, _ = clusters()
+
+    def work():
+        fit_mixture(given, labels, 3, RIDGE).certainty(given)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 4 * 3
+    assert max(most) == 1

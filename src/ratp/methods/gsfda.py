@@ -45,7 +45,7 @@ from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import run_in_chunks
 from ratp.method import Phase, Setting
 from ratp.network import Output, check_two_layers
-from ratp.parts.batch_norm import affine_parameters, by_batch
+from ratp.parts.batch_norm import affine_parameters
 from ratp.parts.clip import clip_norm
 from ratp.parts.domain_attention import MaskedLinear, annealed_scale, compensation, domain_masks, used_elsewhere
 from ratp.parts.information import entropy
@@ -255,8 +255,7 @@ class GSFDAPhase(Phase):
         terms = self._losses(batch, logs, self._bank.logs[near], valid)
         if self._beside:
             stored = self._batches.draw_memory(self._memory, self._count)
-            with by_batch(self._network):
-                terms["replay"] = F.cross_entropy(self._network(stored.images).logits, stored.labels)
+            terms["replay"] = F.cross_entropy(self._network(stored.images).logits, stored.labels)
         total = torch.stack(list(terms.values())).sum()
         self._update(total)
         self._bank.write(batch.places, embedding, logs[: self._count].detach(), ~batch.replayed)

@@ -36,7 +36,7 @@ from ratp.inference import classify, embed
 from ratp.memory import Memory
 from ratp.method import Method, Phase, Setting, pack, unpack
 from ratp.network import Network, Output
-from ratp.parts.batch_norm import by_batch, only_rows, supports_row_masks
+from ratp.parts.batch_norm import only_rows, supports_row_masks
 from ratp.parts.bmd_labels import bmd_labels
 from ratp.parts.distill import distillation
 from ratp.parts.herding import Selection
@@ -408,8 +408,7 @@ class RaTPPhase(Phase):
 
     def _replay(self) -> Tensor:
         batch = self._batches.draw_memory(self._memory, self._recipe.batch)
-        with by_batch(self._network):
-            return F.cross_entropy(self._network(batch.images).logits, batch.labels)
+        return F.cross_entropy(self._network(batch.images).logits, batch.labels)
 
     def finish(self) -> dict[str, float]:
         """Chooses exemplars and makes the trained model the old one."""

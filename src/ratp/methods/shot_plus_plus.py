@@ -36,7 +36,6 @@ from ratp.config import switch
 from ratp.domain import UnlabelledDomain
 from ratp.drawn import drew
 from ratp.method import Phase
-from ratp.parts.batch_norm import by_batch
 from ratp.parts.information import entropy
 from ratp.parts.mixmatch import confident_split, consistency, draw_ratio, interleave, mix, sharpen, soft_cross_entropy
 from ratp.parts.sgd import StageSGD
@@ -220,8 +219,7 @@ class MixMatchPhase(Phase):
         count = min(self._method.setting.recipe.batch, len(self._memory))
         place = self._views.places(len(self._memory), count)
         drew(place, 0)
-        with by_batch(self._network):
-            logits = self._network(self._views.change(self._memory.images[place])).logits
+        logits = self._network(self._views.change(self._memory.images[place])).logits
         return F.cross_entropy(logits, self._memory.labels[place])
 
     def finish(self) -> dict[str, float]:

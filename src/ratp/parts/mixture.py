@@ -7,6 +7,7 @@ covariance is shrunk as Ledoit and Wolf (2004) have it, and gets a ridge besides
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,8 @@ from torch import Tensor
 
 # Points it takes to have a covariance.
 FEWEST = 2
+# Torch loads its linear algebra for a GPU at the first call, and fails if two threads call for the first time at once.
+_LINEAR_ALGEBRA = threading.Lock()
 
 
 def ledoit_wolf(points: Tensor) -> Tensor:
@@ -57,7 +60,9 @@ class Mixture:
         for k in self.components:
             root = self.roots[k].double()
             # ½‖L⁻¹(z − μ)‖² + Σ log L_ii + d/2·log 2π
-            white = torch.linalg.solve_triangular(root, (points.double() - self.means[k].double()).T, upper=False)
+            centred = (points.double() - self.means[k].double()).T
+            with _LINEAR_ALGEBRA:
+                white = torch.linalg.solve_triangular(root, centred, upper=False)
             volume = root.diagonal().log().sum() + points.shape[1] / 2 * math.log(2 * math.pi)
             logs[:, k] = -white.square().sum(dim=0) / 2 - volume
         return logs
@@ -123,7 +128,9 @@ def fit_mixture(points: Tensor, labels: Tensor, classes: int, ridge: float, prev
         own = points[finite & (labels == k)].double()
         if len(own) < FEWEST:
             continue
-        root, failed = torch.linalg.cholesky_ex(ledoit_wolf(own) + ridges)
+        covariance = ledoit_wolf(own) + ridges
+        with _LINEAR_ALGEBRA:
+            root, failed = torch.linalg.cholesky_ex(covariance)
         if not bool(failed) and bool(root.float().isfinite().all()):
             means[k], roots[k], known[k] = own.mean(dim=0), root, True
     return Mixture(means, roots, tuple(known))
