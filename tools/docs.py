@@ -128,15 +128,16 @@ def benchmark_table() -> str:
     return "\n\n".join(blocks)
 
 
-def method_averages(spec: StreamSpec, folder: str = "", *, all_methods: bool = True) -> str:
-    """Averages of every method on the first order of a benchmark, each with the paper's beside it.
+def method_averages(spec: StreamSpec, folder: str = "", order_name: str = "default", *, all_methods: bool = True) -> str:
+    """Averages of every method on an order of a benchmark, each with the paper's beside it.
 
     Args:
         spec: The benchmark.
         folder: Where the results lie in its own folder.
+        order_name: Which order.
         all_methods: Whether those that were not run have a row, too.
     """
-    order = spec.orders["default"]
+    order = spec.orders[order_name]
     runs = [read_run(path) for path in sorted((ROOT / "results" / spec.name / folder).glob("*.json"))]
     lines = ["| method | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
     for name in METHODS:
@@ -229,6 +230,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "switches": switch_table,
     "benchmark table": benchmark_table,
     "digits methods": partial(method_averages, DIGITS),
+    "digits reverse methods": partial(method_averages, DIGITS, order_name="reverse"),
     "pacs methods": partial(method_averages, PACS),
     "digits own optimiser": partial(method_averages, DIGITS, "own-optimiser", all_methods=False),
     "pacs own optimiser": partial(method_averages, PACS, "own-optimiser", all_methods=False),

@@ -22,7 +22,7 @@ Departures from the published code:
 * λ is 0.1: there 0.01 times a factor 10 inside the distance. Components give as many points each.
 * The source is learnt by the harness's SGD, targets by Adam at the published rate; batches are the recipe's.
 * The memory is that of the comparison, of fixed size. Exemplars pass in a batch of their own, and move BatchNorm's
-  running statistics as the target does: without that it loses more of every domain on PACS (``docs/benchmarks.md``).
+  running statistics as the target does: without that it forgets more on PACS (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations
