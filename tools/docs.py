@@ -128,7 +128,9 @@ def benchmark_table() -> str:
     return "\n\n".join(blocks)
 
 
-def method_averages(spec: StreamSpec, folder: str = "", order_name: str = "default", *, all_methods: bool = True) -> str:
+def method_averages(
+    spec: StreamSpec, folder: str = "", order_name: str = "default", *, all_methods: bool = True
+) -> str:
     """Averages of every method on an order of a benchmark, each with the paper's beside it.
 
     Args:
