@@ -6,9 +6,10 @@ The data set's own folder may be left out: ``FOLDER/DOMAIN.zip`` is found as wel
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from ratp.errors import RatpError
+from ratp.errors import ConfigError
 
 VARIABLE = "RATP_DATA"
 DOWNLOADS = "downloads"  # the folder in the data folder where files from the web are kept; it holds no domains
@@ -29,14 +30,32 @@ def find_domain(folder: Path, data_set: str, domain: str) -> Path:
     """The zip or folder of a domain.
 
     Raises:
-        RatpError: If there is none, with the places looked at and what to do.
+        ConfigError: If there is none, with the places looked at and what to do.
     """
-    places = [parent / name for parent in (folder / data_set, folder) for name in (f"{domain}.zip", domain)]
-    found = next((place for place in places if place.exists()), None)
-    if found is None:
-        raise RatpError(
-            f"domain {domain} of {data_set} is not in {folder}: looked for "
-            f"{', '.join(str(place.relative_to(folder)) for place in places)}. Say where the images lie with "
-            f"--data FOLDER or {VARIABLE}, or get them: ratp data get {data_set}"
+    return find_all(folder, data_set, [domain])[domain]
+
+
+def find_all(folder: Path, data_set: str, domains: Sequence[str]) -> dict[str, Path]:
+    """The zips or folders of several domains, by name.
+
+    Raises:
+        ConfigError: If one is missing, with all that are, the places looked at and what to do.
+    """
+    found = {
+        name: next((place for place in _places(folder, data_set, name) if place.exists()), None) for name in domains
+    }
+    missing = [name for name, place in found.items() if place is None]
+    if missing:
+        places = ", ".join(str(place.relative_to(folder)) for place in _places(folder, data_set, missing[0]))
+        one = len(missing) == 1
+        raise ConfigError(
+            f"domain{'' if one else 's'} {', '.join(missing)} of {data_set} {'is' if one else 'are'} not in {folder}: "
+            f"looked for {places}{'' if one else ' and so on'}. Say where the images lie with --data FOLDER or "
+            f"{VARIABLE}, or get them: ratp data get {data_set}"
         )
-    return found
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def _places(folder: Path, data_set: str, domain: str) -> list[Path]:
+    """Where a domain may lie."""
+    return [parent / name for parent in (folder / data_set, folder) for name in (f"{domain}.zip", domain)]

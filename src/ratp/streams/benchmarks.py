@@ -12,9 +12,8 @@ from pathlib import Path
 
 from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
 from ratp.data.origins import origin_of
-from ratp.data.place import data_folder, find_domain
+from ratp.data.place import data_folder, find_all
 from ratp.data.sources import data_set
-from ratp.errors import ConfigError, RatpError
 from ratp.network import NetworkConfig
 from ratp.parts.transforms import CROP_FLIP, OBJECTS
 from ratp.recipe import Recipe
@@ -28,16 +27,10 @@ def _loader(
     """What loads a benchmark: from the codes of domains to the files of a data set of the catalogue."""
 
     def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        folder, problems, paths = data_folder(Path(options.folder) if options.folder else None), [], {}
-        for code in codes:
-            try:
-                paths[code] = find_domain(folder, catalogue, names[code])
-            except RatpError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError(problems)
+        folder = data_folder(Path(options.folder) if options.folder else None)
+        found = find_all(folder, catalogue, [names[code] for code in codes])
         return load_domains(
-            paths,
+            {code: found[names[code]] for code in codes},
             size,
             options,
             classes=data_set(catalogue).classes,
