@@ -65,7 +65,7 @@ def test_the_reader_of_imports_reads_them():
 @pytest.mark.parametrize("module", within("ratp.parts"))
 def test_parts_know_tensors_only(module):
     assert foreign(module) <= {"torch", *sys.stdlib_module_names}
-    below = {"ratp.config", "ratp.errors", *within("ratp.kernels")}
+    below = {"ratp.config", "ratp.errors", "ratp.together", *within("ratp.kernels")}
     assert {name for name in own(module) if not name.startswith("ratp.parts")} <= below
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ import ratp.training as training
 from helpers import QUICK, journal_of, same_tensors, tensors_of, toy_plan
 from ratp.drawn import drew, listening
 from ratp.errors import TrainingError
-from ratp.events import Trained
+from ratp.events import StageStarted, Trained
 from ratp.files import read_json
 from ratp.methods import METHODS
+from ratp.precision import single_precision, use_precision
 from ratp.run import NumbersWarning, Run
 
 SIZES = {"epochs": 3, "steps": 4}
@@ -96,6 +98,38 @@ def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
     assert [event.get("precision") for event in finished] == [None, "fp32", None]
     epochs = [e for e in journal_of(tmp_path / "run", "epoch") if e["stage"] == 1]
     assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # those of the failed attempt are gone
+
+
+def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(poison, tmp_path):
+    """What is done of the second attempt is neither lost nor finished in fewer bits."""
+    Run(plan_of(), tmp_path / "sound").execute()
+    poison(in_precision=("tf32",))
+    events = Run(plan_of(precision="tf32"), tmp_path / "run", save_every=3600).events()
+    begun = (event for event in events if isinstance(event, StageStarted) and event.stage == 1)
+    next(begun)
+    with pytest.warns(NumbersWarning, match="tried once more in fp32"):
+        next(begun)
+    assert isinstance(next(events), Trained)
+    events.close()
+    assert torch.backends.cudnn.allow_tf32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumbersWarning)
+        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+    finished = journal_of(tmp_path / "run", "stage_finished")
+    assert [event.get("precision") for event in finished] == [None, "fp32", None]
+    assert len(journal_of(tmp_path / "run", "stage_resumed")) == 1
+
+
+def test_runs_that_begin_meanwhile_leave_single_precision_alone():
+    use_precision("tf32")
+    with single_precision():
+        use_precision("tf32")
+        assert not torch.backends.cudnn.allow_tf32
+        with single_precision():
+            pass
+        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import CLASSES, same_tensors, toy_domain, toy_plan
+from helpers import CLASSES, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.method import Setting
 from ratp.network import Network, NetworkConfig
 from ratp.online import classify_by_batch, in_batches
@@ -101,3 +101,19 @@ class TestLayers:
         assert same_tensors(theirs.state_dict(), state)
         assert theirs.track_running_stats
         assert torch.equal(theirs.eval()(x), ours.eval()(x))
+
+
+@pytest.mark.parametrize("name", ["tent", "eata", "cotta", "t3a", "adacon", "adabn"])
+def test_images_shown_after_a_domain_begin_a_stage_as_they_do_after_a_reload(name):
+    plan = toy_plan(name, changes={"reset": True} if name == "t3a" else {})
+    logits = []
+    for reload in (False, True):
+        method, source, targets = toy_method(plan)
+        method.fit_source(source)
+        method.adapt(targets[0].unlabelled())
+        if reload:
+            state = {key: tensor.clone() for key, tensor in method.state().items()}
+            method, *_ = toy_method(plan)
+            method.load_state(state)
+        logits.append([method.observe(part) for part in targets[1].images.split(16)])
+    assert all(torch.equal(kept, loaded) for kept, loaded in zip(*logits, strict=True))

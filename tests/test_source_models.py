@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from dataclasses import replace
 from unittest.mock import Mock
@@ -123,6 +124,33 @@ def test_a_run_waits_for_the_one_that_trains_the_same(tmp_path, cache):
     assert is_reused(tmp_path / "1")
     assert notes == ["waiting for another run that trains the same source network"]
     assert [file.suffix for file in cache.iterdir()] == [".safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:waiting for another run")
+def test_of_those_who_come_after_an_early_end_one_trains_and_the_others_wait(tmp_path):
+    first, second, third = (SourceModels(tmp_path, {}) for _ in range(3))
+    assert first.find({}) is None
+    got, let_go = [], threading.Event()
+
+    def take(models, name):
+        models.find({})
+        got.append(name)
+        let_go.wait(10)
+        models.release()
+
+    threads = [threading.Thread(target=take, args=(second, "second"))]
+    threads[0].start()
+    time.sleep(0.2)
+    first.release()
+    time.sleep(0.2)
+    threads.append(threading.Thread(target=take, args=(third, "third")))
+    threads[1].start()
+    time.sleep(0.2)
+    assert got == ["second"]
+    let_go.set()
+    for thread in threads:
+        thread.join(10)
+    assert got == ["second", "third"]
 
 
 @pytest.mark.parametrize("how", ["given up", "failed"])

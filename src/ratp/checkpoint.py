@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ratp.errors import ConfigError, RatpError
+from ratp.notes import quietly
 
 # Where training code keeps a network in what it saves; looked at in this order.
 _KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "backbone", "encoder", "weights", "params")
@@ -31,8 +31,7 @@ def read_pickle(path: Path) -> Any:
         problem = looks_like(path)
         if problem:
             raise RatpError(f"{path} {problem}.")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quietly:
             return torch.load(path, map_location="cpu", weights_only=True)
     except RatpError:
         raise

@@ -406,7 +406,7 @@ class OnlineMethod(Method):
 
     @abstractmethod
     def observe(self, images: Tensor) -> Tensor:
-        """Logits of a batch of uint8 images, predicted before the method adapts to it."""
+        """Logits of a batch of uint8 images; the method adapts to it, most after they are made (T3A: before)."""
 
 
 def pack(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

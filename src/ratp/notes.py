@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ratp.together import Together
 
 # What a terminal may take for an order, or what turns the direction of a text around; but for the end of a line.
 _ORDERS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -18,6 +21,17 @@ class Note(RuntimeWarning):
 
 class NotKeptWarning(Note):
     """Something could not be kept for the next time."""
+
+
+def _silence(back: ExitStack) -> None:
+    back.enter_context(warnings.catch_warnings())
+    for kind in (UserWarning, DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", kind)
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="PIL")
+
+
+# Within it libraries do not warn of what a file holds; notes are heard all the same.
+quietly = Together(_silence)
 
 
 def note_not_kept(what: str, folder: Path, error: Exception) -> None:

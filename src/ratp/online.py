@@ -148,7 +148,11 @@ class OnlineNetwork(OnlineMethod, NetworkMethod):
         return self.keep(images, self.predict(images).argmax(dim=1) if self.keeps_exemplars else None)
 
     def keep(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
-        """Ends a stage: puts exemplars into the memory if it is of use, and counts the domain."""
+        """Ends a stage: puts exemplars into the memory if it is of use, and counts the domain.
+
+        Images shown by hand from now on begin a stage of their own.
+        """
+        self._begun = False
         if self.keeps_exemplars and labels is not None:
             return self.remember(images, labels)
         self.memory.seen += 1

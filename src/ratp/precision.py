@@ -10,6 +10,9 @@ bf16    the feature extractor works in bfloat16; bottleneck, classifier, losses,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Literal, cast, get_args
 
 import torch
@@ -18,6 +21,9 @@ from ratp.errors import ConfigError, unknown
 
 Precision = Literal["fp32", "tf32", "bf16"]
 _FIRST_WITH_TF32 = (8, 0)
+_lock = Lock()
+_asked: Precision = "tf32"  # as torch begins
+_exact = 0
 
 
 def find_precision(asked: str, device: torch.device) -> Precision:
@@ -37,4 +43,29 @@ def find_precision(asked: str, device: torch.device) -> Precision:
 
 def use_precision(precision: Precision) -> None:
     """Sets what cannot be said to a single network: how all convolutions of this process multiply."""
-    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    global _asked
+    with _lock:
+        _asked = precision
+        _set()
+
+
+@contextmanager
+def single_precision() -> Iterator[None]:
+    """Within it all convolutions of this process multiply as in fp32, whatever other runs ask for meanwhile.
+
+    Those compute more exactly until the last one leaves, never less.
+    """
+    global _exact
+    with _lock:
+        _exact += 1
+        _set()
+    try:
+        yield
+    finally:
+        with _lock:
+            _exact -= 1
+            _set()
+
+
+def _set() -> None:
+    torch.backends.cudnn.allow_tf32 = _asked != "fp32" and not _exact

@@ -32,7 +32,7 @@ from ratp.midstage import Checkpoints
 from ratp.notes import Note
 from ratp.numbers import NumbersLostError, check_numbers, find_batch, lost_numbers
 from ratp.plan import RunPlan
-from ratp.precision import Precision, use_precision
+from ratp.precision import Precision, single_precision, use_precision
 from ratp.predictions import prediction_files, write_predictions
 from ratp.randomness import Randomness
 from ratp.record import RunRecord, describe_changes, fingerprint_of, read_run
@@ -266,29 +266,42 @@ class Run:
 
     def _stage(self, stage: int) -> Iterator[Event]:
         """A stage; if its numbers are lost, once more from where they were last saved, in single precision."""
+        if self._was_tried_again(stage):
+            batch = self._batch_file(stage)
+            yield from self._try_again(stage, batch if batch.exists() else None)
+            return
         try:
             yield from self._attempt(stage)
             return
         except NumbersLostError as error:
             lost = error
-        batch = self._look_for_batch(stage, lost)
+        found = self._look_for_batch(stage, lost)
         if self.plan.precision == "fp32":
             self._undo()
-            raise self._ruined(stage, lost, batch)
+            raise self._ruined(stage, lost, found)
         told = f"{lost} of stage {stage} ({self.stream.order[stage]}), which is tried once more in fp32"
         warnings.warn(told, NumbersWarning, stacklevel=2)
+        yield from self._try_again(stage, found)
+
+    def _was_tried_again(self, stage: int) -> bool:
+        """Whether the run was stopped in the second attempt at a stage."""
+        checkpoint = next(self._checkpoints.found(stage), None)
+        return checkpoint is not None and checkpoint.precision not in (None, self.plan.precision)
+
+    def _try_again(self, stage: int, batch: Path | None) -> Iterator[Event]:
+        """A stage in single precision; ``batch`` says where its numbers were lost before."""
         try:
-            self._use("fp32")
-            yield from self._attempt(stage)
+            with single_precision():
+                self._use("fp32")
+                yield from self._attempt(stage)
         except NumbersLostError as error:
             self._use(self.plan.precision)
             raise self._ruined(stage, error, batch, "Neither in fp32 did it go well. ") from error
         self._use(self.plan.precision)
 
     def _use(self, precision: Precision) -> None:
-        """Computes in a precision from now on, from the last finished stage on."""
+        """Builds the method for a precision, as the last finished stage left it."""
         self._precision = precision
-        use_precision(precision)
         self._undo()
 
     def _look_for_batch(self, stage: int, error: NumbersLostError) -> Path | None:
@@ -301,10 +314,14 @@ class Run:
         if found is None:
             return None
         files = self.stream.files.get(name, ()) if stage else ()  # of the source, only a part is trained on
-        path = self.folder / f"bad-batch-{stage}.json"
+        path = self._batch_file(stage)
         names = [files[place] for place in found.images if place < len(files)]
         write_json(path, {"stage": stage, "domain": name, "what": str(error), **asdict(found), "files": names})
         return path
+
+    def _batch_file(self, stage: int) -> Path:
+        """Where the batch is written down that the numbers of a stage were lost with."""
+        return self.folder / f"bad-batch-{stage}.json"
 
     def _attempt(self, stage: int) -> Iterator[Event]:
         name = self.stream.order[stage]
@@ -401,7 +418,8 @@ class Run:
 
     def _save_checkpoint(self, work: Stage, seconds: float) -> None:
         """Keeps where a stage is."""
-        self._checkpoints.save(work.checkpoint(seconds, self._journal.of_stage(work.number)))
+        checkpoint = work.checkpoint(seconds, self._journal.of_stage(work.number))
+        self._checkpoints.save(replace(checkpoint, precision=self._precision))
 
     def _check_weights(self, work: Stage) -> None:
         """Raises an error if the last update made something that is no number."""

@@ -79,35 +79,50 @@ class SourceModels:
             handle, lock = self._held
             self._held = None
             with suppress(OSError):
-                lock.unlink()  # who waits for it has it open
+                lock.unlink()  # who waits for it has it open, and then finds it gone
             os.close(handle)
 
     def _hold(self, path: Path) -> bool:
         """Makes others wait who look for the same, after waiting for one who did so; False: that is not possible."""
         self.release()
+        lock = path.with_suffix(".lock")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            lock = path.with_suffix(".lock")
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError:
+            handle = _locked(lock)
+            while not _is_there(handle, lock):  # who held it before has removed it: another may hold a new one
+                os.close(handle)
+                handle = _locked(lock)
+        except OSError:  # not to be written, or a file system without locks
             return False
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                warnings.warn("waiting for another run that trains the same source network", WaitingWarning, 2)
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        except BaseException as error:
-            os.close(handle)
-            if isinstance(error, OSError):  # a file system without locks
-                return False
-            raise
         self._held = handle, lock
         return True
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps([self._about, key], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+
+
+def _locked(lock: Path) -> int:
+    """A file, made if need be, open and locked; waits for who has it."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warnings.warn("waiting for another run that trains the same source network", WaitingWarning, 4)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _is_there(handle: int, path: Path) -> bool:
+    """Whether an open file is the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class SharedTraining:

@@ -12,15 +12,16 @@ multi-page     first page taken
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ratp.data.listing import BadImage
 from ratp.data.pixels import has_16_bits, to_rgb
+from ratp.notes import quietly
+from ratp.together import Together
 
 if TYPE_CHECKING:  # a process that only decodes needs no numpy, and is there sooner without
     import numpy as np
@@ -115,7 +116,7 @@ def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
     from PIL.Image import DecompressionBombError
 
     try:
-        with _strictly():
+        with quietly, _strictly:
             return _decode(_opener(kind)(io.BytesIO(data)), size)
     except BadImage:
         raise
@@ -154,19 +155,15 @@ def _opener(kind: str) -> Callable[[io.BytesIO], ImageFile]:
     return opener
 
 
-@contextmanager
-def _strictly() -> Iterator[None]:
-    """Decoding that fails rather than warns, whatever else in the process has asked of Pillow."""
+def _be_strict(back: ExitStack) -> None:
+    """Has decoding fail on what is not whole, whatever else in the process has asked of Pillow."""
     from PIL import ImageFile
 
-    lenient = ImageFile.LOAD_TRUNCATED_IMAGES
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-        try:
-            yield
-        finally:
-            ImageFile.LOAD_TRUNCATED_IMAGES = lenient
+    back.callback(setattr, ImageFile, "LOAD_TRUNCATED_IMAGES", ImageFile.LOAD_TRUNCATED_IMAGES)
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+
+_strictly = Together(_be_strict)
 
 
 def _reason(kind: str, error: Exception) -> str:

@@ -230,12 +230,6 @@ class AdaContrast(BatchStatistics):
         self._made, self._shown = self._made + 1, self._shown + len(inputs)
         return refined.clamp_min(SMALLEST_PROBABILITY).log()
 
-    def finish_target(self, images: Tensor) -> dict[str, float]:
-        """Takes exemplars; images shown from now on begin a stage of their own."""
-        record = super().finish_target(images)
-        self._begun = False
-        return record
-
     def _refine(self, output: Output) -> Tensor:
         """Mean predictions of the neighbours, or the network's own as long as these are too few."""
         if not self._looked and self._shown < UNASKED:

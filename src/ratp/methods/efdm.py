@@ -10,8 +10,8 @@ some blocks of the feature extractor, each on its own. Nothing happens when the 
 
 Departures: the harness's SGD and schedule instead of a cosine over 50 epochs; DTN, unknown to the paper, is mixed
 after its first two blocks. Equal values, such as the zeros a ReLU makes, keep their order when they are ranked; the
-published code leaves it open. RaTP's table has EFDM at chance after its first target, which a network that trains on
-its exemplars' labels is not: a collapse there, not followed here.
+published code leaves it open. On Digits it falls to chance, or near it, on every target after its own stage, as in
+RaTP's table: its labels drift away from the classes (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ are the classifier's rows; both are projected first, samples by a linear layer, 
 * Source stage: cross-entropy + proxy contrastive loss.
 * Target stage: the same with SHOT's pseudo labels, anew every epoch; batches mix target and memory, whose domains
   stand for the several sources. All parameters train.
-* ``augment`` adds RandMix, as RaTP's ablation does: copies of all source images, and of target images the model is
-  confident about.
+* ``augment`` adds RandMix, as RaTP's ablation does, on digits (``r_con`` is its value there): copies of all source
+  images, and of target images the model is confident about.
 
 Departures from the published code, all because the methods compared share one recipe: SGD of the harness instead of
 Adam, BatchNorm that trains instead of frozen statistics, no dropout in the bottleneck, no averaging of weights (SWAD),

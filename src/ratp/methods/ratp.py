@@ -243,7 +243,7 @@ class RaTPPhase(Phase):
         self.generators = *self._batches.generators, self._augmentation, self._dropout
         can_leave_out = not self._is_target or supports_row_masks(self._network)
         self._static = self.captures = setting.device.type == "cuda" and can_leave_out
-        self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd)
+        self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd, recipe.steps)
         self._shared = SharedTraining(None if self._is_target else setting.models, self._describe(), self._network)
         if self._shared.is_done:
             self.epochs = 0

@@ -7,8 +7,8 @@ a target fits it.
 * Target stage: at the start of every epoch each image gets the label of the nearest class centroid
   (:mod:`ratp.parts.shot_labels`). Loss β·CE + H̄ − H(p̄): each prediction certain, those of a batch diverse.
 * After a stage: exemplars go to the memory, with their last labels.
-* ``augment`` adds RandMix, as RaTP's ablation does: copies of all source images, and of target images the model is
-  confident about, learn by cross-entropy.
+* ``augment`` adds RandMix, as RaTP's ablation does, on digits (``r_con`` is its value there): copies of all source
+  images, and of target images the model is confident about, learn by cross-entropy.
 
 Departures from the original:
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Lock
 
 import torch
 
+from ratp.together import Together
+
 _EXACT = ("ieee", "none")
-_lock = Lock()
-_inside = 0
-_way_back = ExitStack()
 
 
 @contextmanager
@@ -22,24 +20,12 @@ def full_precision(device: torch.device) -> Iterator[None]:
     where it allows less, and the last thread to leave puts it back. Until then others compute more exactly, never
     less.
     """
-    global _inside, _way_back
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _way_back = _forbid_less()
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _way_back.close()
+    with _forbidding_less, torch.autocast(device.type, enabled=False):
+        yield
 
 
-def _forbid_less() -> ExitStack:
-    """Sets what allows less, in both interfaces PyTorch has for it; closing the result undoes it."""
-    back = ExitStack()
+def _forbid_less(back: ExitStack) -> None:
+    """Sets what allows less, in both interfaces PyTorch has for it."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     for backend in backends:
         if backend.fp32_precision not in _EXACT:
@@ -54,4 +40,6 @@ def _forbid_less() -> ExitStack:
     for backend in backends:
         if backend.fp32_precision not in _EXACT:
             backend.fp32_precision = "ieee"
-    return back
+
+
+_forbidding_less = Together(_forbid_less)
