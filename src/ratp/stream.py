@@ -169,7 +169,7 @@ def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[s
     if missing and not subset and not problems:
         problems.append(
             f"the order {text!r} leaves out {', '.join(missing)}: name every domain, e.g. {example!r}, "
-            "or ask for a subset (--subset)."
+            "or ask for a subset (--subset; in a study, subset = true)."
         )
     if problems:
         raise ConfigError(problems)

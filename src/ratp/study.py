@@ -8,6 +8,7 @@ directory, every time.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from ratp.events import Event
 from ratp.files import is_leftover, read_json, safe_name, write_json
 from ratp.lock import is_held
 from ratp.matrix import Matrix
+from ratp.notes import Note
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import RunPlan
@@ -142,13 +144,7 @@ class Study:
         Raises:
             RunDirectoryError: If it is another's, or cannot be written.
         """
-        about = self.folder / ABOUT
-        if _exists(about):
-            other = STUDY.read(read_json(about), about).get("study")
-            if other != self.name:
-                raise RunDirectoryError(
-                    f"{self.folder} belongs to the study {other!r}, not to {self.name!r}. Choose another with --out."
-                )
+        if self.check_folder():
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +160,23 @@ class Study:
             raise RunDirectoryError(
                 f"cannot use {self.folder} for a study: {error.strerror}. Choose another with --out."
             ) from error
-        write_json(about, STUDY.marked({"study": self.name, "title": self.title}))
+        write_json(self.folder / ABOUT, STUDY.marked({"study": self.name, "title": self.title}))
+
+    def check_folder(self) -> bool:
+        """Whether the folder is marked as this study's.
+
+        Raises:
+            RunDirectoryError: If it is another's.
+        """
+        about = self.folder / ABOUT
+        if not _exists(about):
+            return False
+        other = STUDY.read(read_json(about), about).get("study")
+        if other != self.name:
+            raise RunDirectoryError(
+                f"{self.folder} belongs to the study {other!r}, not to {self.name!r}. Choose another with --out."
+            )
+        return True
 
     def note_failure(self, entry: Entry, error: Exception) -> None:
         """Keeps the reason why a run failed.
@@ -285,7 +297,12 @@ def _exists(path: Path) -> bool:
 def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
     """The result of a plan among others, the newest if there are several."""
     found = [record for record in records if _is_config_of(plan, record.config)]
-    return max(found, key=_finished_at, default=None)
+    newest = max(found, key=_finished_at, default=None)
+    others = [record for record in found if newest is not None and record.matrix != newest.matrix]
+    if newest is not None and others:
+        paths = " and ".join(str(record.path) for record in (newest, *others))
+        warnings.warn(f"{paths} are results of the same run and differ: the first, which is newer, counts", Note, 2)
+    return newest
 
 
 def _finished_at(record: RunRecord) -> str:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
-from ratp import __version__
+from ratp import __version__, plan
 from ratp.cli import doctor_folders, lists, runs
 from ratp.cli.main import main
 from ratp.config import as_dict
@@ -278,13 +278,28 @@ class TestLists:
         assert re.search(r"(?m)^network.backbone +resnet50 ", result.out)
         assert "not in nowhere" in result.err
 
+    def test_values_of_a_method_are_those_of_a_stream(self):
+        small, large = (ratp("methods", "show", "tent", *more).out for more in ([], ["--stream", "pacs"]))
+        assert re.search(r"(?m)^step.optimiser +adam ", small)
+        assert "--stream pacs shows those for large networks" in small
+        assert re.search(r"(?m)^step.optimiser +sgd ", large)
+        assert "official, on pacs" in large
+        assert json.loads(ratp("methods", "show", "tent", "--stream", "pacs", "--json").out)["stream"] == "pacs"
+        assert "unknown stream 'pacz'" in ratp("methods", "show", "tent", "--stream", "pacz").err
+
+    def test_names_of_switches_are_whole_in_a_narrow_terminal(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        shown = ratp("methods", "show", "adacon").out
+        assert all(f"\nstrong.transform.crop_{name} " in shown for name in ("scale_min", "scale_max", "ratio_max"))
+
     def test_nothing_in_a_list_is_markup(self, monkeypatch):
         method = type(
             "Odd", (METHODS["source-only"],), {"name": "[/odd]", "title": "[/t]", "family": "[/f]", "paper": "[/p]"}
         )
         monkeypatch.setattr(lists, "METHODS", {"[/odd]": method})
         assert "[/f]" in ratp("methods").out
-        monkeypatch.setattr(lists, "find_method", lambda name: method)
+        for module in (lists, plan):
+            monkeypatch.setattr(module, "find_method", lambda name: method)
         assert "[/f]" in ratp("methods", "show", "odd").out
 
 

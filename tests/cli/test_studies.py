@@ -18,6 +18,8 @@ from rich.console import Console
 
 from helpers import files_of, journal_of, ratp
 from ratp.cli.study_progress import follow_study
+from ratp.matrix import Matrix
+from ratp.notes import Note
 from ratp.plan import RunRequest
 from ratp.record import read_run
 from ratp.study_file import read_study
@@ -235,7 +237,10 @@ class TestReport:
         study_file(Path(), FOUR)
         result = ratp("study", "report", "tiny.toml")
         assert (result.code, result.out) == (2, "")
-        assert result.err == "error: no run of tiny is finished yet. Next: ratp study run tiny.toml\n"
+        assert result.err == (
+            "error: no run of tiny is finished in runs/studies/tiny; results made elsewhere are to be named with "
+            "--known here, too. Next: ratp study run tiny.toml\n"
+        )
         assert os.listdir() == ["tiny.toml"]
 
 
@@ -264,6 +269,25 @@ class TestKnown:
         words[-1] = one
         assert states(*words) == ["waiting", "waiting", "finished", "waiting"]
         assert ratp("study", "report", *words, "-q").code == 0
+
+    def test_a_folder_is_read_with_those_in_it_and_trials_lie_deeper(self, done, exported):
+        Path("kept/tiny/trials").mkdir(parents=True)
+        first, second, *_ = sorted(Path(exported).iterdir())
+        first.rename("kept/tiny/first.json")
+        second.rename("kept/tiny/trials/second.json")
+        found = states(done[0] / "tiny.toml", "--out", "new", "--known", "kept")
+        assert sorted(found) == ["finished", "waiting", "waiting", "waiting"]
+
+    def test_two_of_one_run_that_differ_are_told(self, done, exported):
+        file = sorted(Path(exported).iterdir())[0]
+        other = json.loads(file.read_text())
+        rows = [[0.0, *row[1:]] for row in other["matrix"]["accuracy"]]
+        other["matrix"] |= Matrix(tuple(other["matrix"]["domains"]), tuple(map(tuple, rows))).to_json()
+        other["journal"][-1]["time"] = "2999-01-01T00:00:00+0000"
+        Path(exported, "later.json").write_text(json.dumps(other))
+        with pytest.warns(Note, match=r"later.json and \S+json are results of the same run and differ"):
+            found = states(done[0] / "tiny.toml", "--out", "new", "--known", exported)
+        assert found == ["finished"] * 4
 
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "ratp result"}', '{"compilerOptions": {}}'])
     def test_a_damaged_one_is_named(self, content, done, exported):
@@ -462,8 +486,9 @@ class TestMistakes:
 
     def test_a_folder_of_another_study(self, study):
         study_file(Path("made"), FOUR, name="other.toml")
-        (line,) = refused("run", "made/other.toml", *study[1:], *OPTIONS)
-        assert line == ("error: made/runs belongs to the study 'tiny', not to 'other'. Choose another with --out.")
+        for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
+            (line,) = refused(command, "made/other.toml", *study[1:], *options)
+            assert line == "error: made/runs belongs to the study 'tiny', not to 'other'. Choose another with --out."
 
     def test_a_folder_with_other_files(self):
         study_file(Path(), FOUR)

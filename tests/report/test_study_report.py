@@ -449,7 +449,8 @@ def test_the_command_reports_what_is_known_and_refuses_nothing_at_all(file, tmp_
     folder, known = tmp_path / "runs", tmp_path / "known"
     refused = ratp("study", "report", file, "--out", folder)
     assert refused.code == 2
-    assert "no run of some is finished yet" in refused.err
+    assert f"Next: ratp study run {file} --out {folder}" in refused.err
+    assert f"no run of some is finished in {folder}" in refused.err
     known.mkdir()
     entry = read_study(file, folder).entries[0]
     result = record((50, 80, 70), entry.plan.order, entry.plan.seed).to_json()

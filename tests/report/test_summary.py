@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,19 @@ def test_what_all_runs_have_in_common_is_said_once(make_run):
     assert [group.label for group in section.groups] == ["ratp", "ratp (augment=False)", "tent (lr=0.1)"]
     assert [section.name_of(run) for run in section.runs] == [group.label for group in section.groups]
     assert "Changed in every run: epochs=4, size=32." in section.notes()
+
+
+def test_runs_with_names_say_what_was_changed_in_them(make_run):
+    common = {"epochs": "4"}
+    runs = [
+        replace(make_run(method="ratp", changed=common), name="ratp"),
+        replace(make_run(method="ratp", changed={**common, "augment": "False"}), name="plain"),
+        replace(make_run(method="ratp", changed={**common, "r_con": "0.5"}), name="ratp, r_con=0.5"),
+    ]
+    (section,) = sections(group_runs(runs))
+    assert [group.label for group in section.groups] == ["ratp", "plain", "ratp, r_con=0.5"]
+    assert section.notes()[:2] == ["Changed in every run: epochs=4.", "Changed in plain: augment=False."]
+    assert not any("r_con" in note for note in section.notes())
 
 
 def test_a_label_alone_says_everything(make_run):

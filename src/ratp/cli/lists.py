@@ -26,11 +26,13 @@ from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.method import Method
 from ratp.methods import METHODS
-from ratp.plan import DEFAULT_PRESET, find_method, preset_config
+from ratp.plan import DEFAULT_PRESET, RunRequest, find_method, resolve
 from ratp.stream import Domain, parse_order
 from ratp.streams import STREAMS, find_stream
 
 methods = typer.Typer(help="List methods and their switches.")
+# Streams that stand for small and for large networks.
+SMALL, LARGE = "digits", "pacs"
 streams = typer.Typer(help="List streams and show their images.")
 
 
@@ -85,20 +87,33 @@ def _costs() -> dict[str, float]:
 def show_method(
     name: Annotated[str, typer.Argument(help="Name of the method, or a .py file that defines one.")],
     preset: Annotated[str, typer.Option(help="Preset whose values to show.")] = DEFAULT_PRESET,
+    stream: Annotated[
+        str, typer.Option(help="Stream whose values to show: some are others for large networks.")
+    ] = SMALL,
     json_: Json = False,
 ) -> None:
     """Explain a method: its paper, what it does, what differs from the original, presets and every switch."""
     method = find_method(name)
-    config = preset_config(method, preset)
+    config = _values(name, preset, stream)
     if json_:
-        print_json({"name": method.name, "paper": method.paper, "preset": preset, "switches": as_dict(config)})
+        about = {"name": method.name, "paper": method.paper, "preset": preset, "stream": stream}
+        print_json({**about, "switches": as_dict(config)})
         return
     console = stdout()
-    console.print(f"[bold]{escape(method.title)}[/]\n{escape(method.paper)}\n[dim]{escape(method.family)}[/]\n")
+    paper = f"{escape(method.paper)}\n" if method.paper != "none" else ""
+    console.print(f"[bold]{escape(method.title)}[/]\n{paper}[dim]{escape(method.family)}[/]\n")
     console.print(f"{reflow(_explained(method), console.width)}\n", markup=False)
-    console.print(f"Presets: {', '.join((DEFAULT_PRESET, *method.presets))}. Values below: [bold]{preset}[/].\n")
-    _print_switches(config, preset_config(method, DEFAULT_PRESET))
-    console.print("[dim]#n: row n of docs/ratp.md, where the paper and its published code differ.[/]")
+    other = stream == SMALL and config != _values(name, preset, LARGE)
+    more = f" --stream {LARGE} shows those for large networks." if other else ""
+    presets = ", ".join((DEFAULT_PRESET, *method.presets))
+    console.print(f"Presets: {presets}. Values below: [bold]{escape(preset)}[/], on {escape(stream)}.{more}\n")
+    _print_switches(config, _values(name, DEFAULT_PRESET, stream))
+    console.print("[dim]#n: row n of docs/ratp.md, where RaTP's paper and its published code differ.[/]")
+
+
+def _values(name: str, preset: str, stream: str) -> Any:
+    """A method's switches under a preset, as it has them on a stream."""
+    return resolve(RunRequest(stream=stream, method=name, preset=preset, device="cpu", weights="none")).config
 
 
 def _explained(method: type[Method]) -> str:
@@ -111,8 +126,9 @@ def _print_switches(config: Any, default: Any) -> None:
     """A table of all leaves of a configuration; those that are not the default's stand out."""
     usual = as_dict(default)
     table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
+    table.columns[0].min_width = max(len(item.name) for item in switches(config))  # whole: it is what --set wants
     for item in switches(config):
-        text = ",".join(map(str, item.value)) if isinstance(item.value, tuple) else str(item.value)
+        text = ",".join(map(_shortly, item.value)) if isinstance(item.value, tuple) else _shortly(item.value)
         mark = "yellow" if as_dict(config)[item.name] != usual[item.name] else "green"
         row = f" [dim]#{item.row}[/]" if item.row else ""
         options = f" [dim]({escape(item.kind.removeprefix('one of '))})[/]" if item.kind.startswith("one of") else ""
@@ -120,6 +136,12 @@ def _print_switches(config: Any, default: Any) -> None:
         table.add_row(name, value, f"{escape(item.explanation)}{options}{row}")
     stdout().print(table)
     stdout().print()
+
+
+def _shortly(value: Any) -> str:
+    """A value as text; of a number that never ends, six digits."""
+    text = str(value)
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > len("0.000123456") else text
 
 
 @streams.callback(invoke_without_command=True)

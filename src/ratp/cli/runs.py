@@ -26,7 +26,7 @@ from ratp.study import Executor, find_executor
 
 DEMO_METHODS = ("source-only", "ratp")
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print neither progress nor results.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to standard output.")]
 Data = Annotated[
     Path | None,

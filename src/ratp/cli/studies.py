@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,10 @@ File = Annotated[Path, typer.Argument(help="The study, a TOML file.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of its runs; default runs/studies/NAME.")]
 Known = Annotated[
     list[Path] | None,
-    typer.Option(help="Exported results, or folders of them: what they hold need not be run; repeatable."),
+    typer.Option(
+        help="Exported results, or folders of them, read with the folders in them: what they hold need not be run; "
+        "repeatable."
+    ),
 ]
 On = Annotated[str, typer.Option(help="Where to make the runs: local, or ray for a Ray cluster.")]
 RayAddress = Annotated[
@@ -97,7 +101,11 @@ def report(
     study = _read(file, out, known, RunRequest(weights=weights))
     results = study.results()
     if not results.records():
-        raise RunDirectoryError(f"no run of {study.name} is finished yet. Next: ratp study run {file}")
+        where = f" --out {shlex.quote(str(out))}" if out else ""
+        raise RunDirectoryError(
+            f"no run of {study.name} is finished in {study.folder}; results made elsewhere are to be named with "
+            f"--known here, too. Next: ratp study run {shlex.quote(str(file))}{where}"
+        )
     page = write_study(results, to or study.folder / "report")
     if not quiet:
         print_study(results, stdout())
@@ -106,15 +114,16 @@ def report(
 
 def _read(file: Path, out: Path | None, known: Sequence[Path] | None, base: RunRequest | None = None) -> Study:
     study = read_study(file, out, base)
+    study.check_folder()
     return study.with_results([record for path in known or [] for record in _results(path)])
 
 
 def _results(path: Path) -> list[RunRecord]:
-    """The results in a file, or in all files of a folder and its folders."""
+    """The results in a file, or in all files of a folder and the folders in it; trials may be kept one deeper."""
     try:
         if not path.exists():
             raise ConfigError(f"{path} does not exist. --known takes exported results or folders of them.")
-        files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        files = sorted((*path.glob("*.json"), *path.glob("*/*.json"))) if path.is_dir() else [path]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. --known takes exported results.") from error
     return [read_run(file) for file in files]

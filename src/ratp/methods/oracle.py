@@ -1,7 +1,8 @@
 """Oracle: cross-entropy with the true labels of every domain, source and targets, and replay of exemplars.
 
-It is told what no method may know, and every result of it says so. It bounds what labelling can give: what an oracle
-misses on a domain that is still to come, no pseudo label can make up for.
+It is told what no method may know, and every result of it says so. It shows what better labels alone could give:
+right after a domain's own stage, nearly everything. On domains still to come labels are not all: RaTP, which sees none
+of targets, is ahead of it there (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations

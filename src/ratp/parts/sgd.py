@@ -19,7 +19,7 @@ Group = tuple[Iterable[nn.Parameter], float]
 class SGDConfig:
     """Switches of the optimiser; defaults are those of RaTP's published code."""
 
-    momentum: float = switch(0.0, "momentum; the paper says 0.9, its code passes none", row=1, minimum=0, below=1)
+    momentum: float = switch(0.0, "momentum; RaTP's paper says 0.9, its code passes none", row=1, minimum=0, below=1)
     weight_decay: float = switch(5e-4, "weight decay on all parameters", row=39, minimum=0)
     schedule: Schedule = switch(
         "inverse", "rate over a stage: (1+10e/E)^−0.75 by epoch (published code), the same by step, or constant", row=2

@@ -197,9 +197,12 @@ class Section:
         if told:
             notes.append(f"Told the labels of targets, a bound and never marked best: {'; '.join(told)}.")
         if self.shared:
-            notes.append(
-                f"Changed in every run: {', '.join(f'{name}={value}' for name, value in self.shared.items())}."
-            )
+            notes.append(f"Changed in every run: {_told(self.shared)}.")
+        for group in self.groups:
+            first, *others = (_texts(run.config.get("changed")) for run in group.runs)
+            own = dict(_common(first, others).items() - self.shared.items())
+            if group.runs[0].name is not None and own and _told(own) not in group.label:
+                notes.append(f"Changed in {group.label}: {_told({name: own[name] for name in first if name in own})}.")
         for group in self.groups:
             notes += _group_notes(group)
         made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}
@@ -238,12 +241,25 @@ def sections(groups: Sequence[Group]) -> list[Section]:
 def _section(stream: str, order: tuple[str, ...], groups: Sequence[Group]) -> Section:
     """A section of groups, whose labels need not repeat what all of them have."""
     runs = [run for group in groups for run in group.runs]
-    if len(groups) < 2 or any(run.name is not None for run in runs):
+    named = any(run.name is not None for run in runs)
+    if len(groups) < 2 and not named:
         return Section(stream, order, tuple(groups))
     first, *others = (_texts(run.config.get("changed")) for run in runs)
-    shared = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    shared = _common(first, others)
+    if named:
+        return Section(stream, order, tuple(groups), shared)
     short = (replace(group, label=group.runs[0].label_without(shared)) for group in groups)
     return Section(stream, order, tuple(short), shared)
+
+
+def _common(first: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all have in the same way."""
+    rest = list(others)
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in rest)}
+
+
+def _told(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
 def by_domain(run: RunRecord, measure: Measure) -> dict[str, float]:
