@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from typing import Any
 
 from reproducibility import counts
@@ -28,6 +28,7 @@ from ratp.published import printed
 from ratp.record import RunRecord, read_run
 from ratp.report.tables import comparison_markdown
 from ratp.signs import LIMITS
+from ratp.statistics import summarise
 from ratp.stream import StreamSpec
 from ratp.streams.benchmarks import DIGITS, PACS
 
@@ -159,7 +160,8 @@ def method_averages(
 
 def _mean(values: list[float]) -> str:
     """The mean, with the standard deviation if there are several values."""
-    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
+    found = summarise(values)
+    return f"{found.mean:.1f}" + ("" if found.is_single else f" ± {found.deviation:.1f}")
 
 
 def _trials() -> list[dict[str, Any]]:
