@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ratp.parts.herding import Selection, choose_exemplars
+from ratp.parts.ranks import ranks_within
 
 
 class Memory:
@@ -62,12 +63,7 @@ class Memory:
 
     def _first(self, quota: int) -> Tensor:
         """Positions of the first ``quota`` images of every stored domain and class, in order."""
-        group = self.domains * self.classes + self.labels
-        order = group.argsort(stable=True)
-        sizes = group.bincount()
-        rank = torch.empty_like(group)
-        rank[order] = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes)[group[order]]
-        return (rank < quota).nonzero().squeeze(1)
+        return (ranks_within(self.domains * self.classes + self.labels) < quota).nonzero().squeeze(1)
 
     def state(self) -> dict[str, Tensor]:
         """Everything stored, as tensors."""

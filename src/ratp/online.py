@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
@@ -39,6 +39,13 @@ class StepConfig:
     optimiser: Literal["adam", "sgd"] = switch("adam", "what makes the steps, without weight decay")
     rate: float = switch(1e-3, "learning rate on targets, constant", minimum=0, below=3.4e38)
     momentum: float = switch(0.9, "momentum of sgd", minimum=0, below=1)
+
+    def steps_on(self, parameters: Iterable[nn.Parameter], *, nesterov: bool = False) -> Adam | StageSGD:
+        """What makes them on some parameters."""
+        if self.optimiser == "adam":
+            return Adam(parameters, self.rate)
+        sgd = SGDConfig(self.momentum, weight_decay=0.0, schedule="constant", nesterov=nesterov)
+        return StageSGD(parameters, self.rate, 1, sgd)
 
 
 # The same for ResNet-50, by the names they have in a method's switches.
@@ -103,8 +110,8 @@ class OnlineNetwork(OnlineMethod, NetworkMethod):
 
     @property
     def keeps_exemplars(self) -> bool:
-        """Whether the memory is of use to it."""
-        return False
+        """Whether the memory is of use to it: whether it replays."""
+        return getattr(self.config, "replay", "none") == "separate"
 
     @abstractmethod
     def begin_stage(self) -> None:
@@ -205,21 +212,10 @@ class AffineMethod(BatchStatistics):
         self._optimiser: Adam | StageSGD | None = None
         self._exemplars = Exemplars(setting, 0, None)
 
-    @property
-    def keeps_exemplars(self) -> bool:
-        """Whether they are replayed."""
-        return bool(self.config.replay == "separate")
-
     def begin_stage(self) -> None:
         """A new optimiser; the memory as it is now."""
-        parameters, config = list(affine_parameters(self.network).values()), self.config.step
-        if config.optimiser == "adam":
-            self._optimiser = Adam(parameters, config.rate)
-        else:
-            sgd = SGDConfig(momentum=config.momentum, weight_decay=0.0, schedule="constant")
-            self._optimiser = StageSGD(parameters, config.rate, 1, sgd)
-        if not parameters:
-            self._optimiser = None
+        parameters = list(affine_parameters(self.network).values())
+        self._optimiser = self.config.step.steps_on(parameters) if parameters else None
         self._exemplars = Exemplars(self.setting, self.stage, self.memory if self.keeps_exemplars else None)
 
     def by_batch(self, inputs: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.errors import ConfigError
 from ratp.parts.batch_norm import batch_norms, by_batch
-from ratp.parts.cotta import consistency
+from ratp.parts.cotta import teacher_loss
 from ratp.parts.cotta_views import CoTTAView
 from ratp.plan import RunRequest, resolve
 
@@ -101,7 +101,7 @@ def test_a_step_by_hand(loss, replay):
         for parameter in method.student.parameters():
             parameter += 0.01
     student = deepcopy(method.student)
-    cost = consistency(logits_of(student, inputs), logits_of(start, inputs), symmetric=loss == "symmetric")
+    cost = teacher_loss(logits_of(student, inputs), logits_of(start, inputs), symmetric=loss == "symmetric")
     if replay == "separate":
         index = torch.randint(len(method.memory), (8,), generator=method.setting.generator("batches", 1))
         stored = logits_of(student, method.scaling(method.memory.images[index]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ratp.parts.cotta import consistency, restore_, soft_cross_entropy
+from ratp.parts.cotta import restore_, teacher_cross_entropy, teacher_loss
 from ratp.parts.moving_average import follow_
 
 TEACHER, STUDENT = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]])
@@ -15,19 +15,19 @@ TEACHER, STUDENT = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]])
 class TestConsistency:
     @pytest.mark.parametrize(("symmetric", "value"), [(False, 0.664811), (True, 0.548638)])
     def test_golden(self, symmetric, value):
-        assert consistency(STUDENT, TEACHER, symmetric=symmetric).item() == pytest.approx(value, abs=1e-6)
+        assert teacher_loss(STUDENT, TEACHER, symmetric=symmetric).item() == pytest.approx(value, abs=1e-6)
 
     def test_it_is_torchs_cross_entropy_with_soft_labels(self):
         generator = torch.Generator().manual_seed(0)
         student, teacher = torch.randn(2, 6, 5, generator=generator)
         expected = F.cross_entropy(student, teacher.softmax(dim=1))
-        torch.testing.assert_close(soft_cross_entropy(student, teacher), expected)
+        torch.testing.assert_close(teacher_cross_entropy(student, teacher), expected)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_no_gradient_reaches_the_teacher(self, symmetric):
         student, teacher = STUDENT.clone().requires_grad_(), TEACHER.clone().requires_grad_()
         gradients = torch.autograd.grad(
-            consistency(student, teacher, symmetric=symmetric), [student, teacher], allow_unused=True
+            teacher_loss(student, teacher, symmetric=symmetric), [student, teacher], allow_unused=True
         )
         assert gradients[0].abs().sum() > 0
         assert gradients[1] is None
@@ -35,7 +35,7 @@ class TestConsistency:
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_very_sure_ones_give_numbers(self, symmetric):
         student = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
-        loss = consistency(student, torch.tensor([[0.0, 1e4], [0.0, 1e4]]), symmetric=symmetric)
+        loss = teacher_loss(student, torch.tensor([[0.0, 1e4], [0.0, 1e4]]), symmetric=symmetric)
         assert loss.isfinite()
         assert torch.autograd.grad(loss, student)[0].isfinite().all()
 

@@ -4,12 +4,12 @@ import torch.nn.functional as F
 
 from ratp.parts.mixmatch import (
     confident_split,
-    consistency,
     draw_ratio,
     interleave,
     mix,
     sharpen,
     soft_cross_entropy,
+    squared_error,
 )
 
 
@@ -95,4 +95,4 @@ def test_losses_written_out():
     hard = torch.tensor([1, 2])
     one_hot = F.one_hot(hard, 3).float()
     torch.testing.assert_close(soft_cross_entropy(logits, one_hot), F.cross_entropy(logits, hard))
-    torch.testing.assert_close(consistency(logits, one_hot), F.mse_loss(logits.softmax(dim=1), one_hot))
+    torch.testing.assert_close(squared_error(logits, one_hot), F.mse_loss(logits.softmax(dim=1), one_hot))

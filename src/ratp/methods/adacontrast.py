@@ -141,11 +141,6 @@ class AdaContrast(BatchStatistics):
         self.queue: Ring | None = None
         self.bank = self._empty_bank(0)
 
-    @property
-    def keeps_exemplars(self) -> bool:
-        """Whether they are replayed."""
-        return bool(self.config.replay == "separate")
-
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """One phase of cross-entropy with smoothed labels."""
         config = self.config

@@ -40,6 +40,7 @@ from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.method import Phase, Setting, pack, unpack
 from ratp.parts.adam import Adam
 from ratp.parts.mixture import Mixture, fit_mixture, load_mixture
+from ratp.parts.ranks import ranks_within
 from ratp.parts.scores import scores
 from ratp.parts.sgd import SGDConfig
 from ratp.parts.sliced_wasserstein import draw_directions, sorted_distance, sorted_projections
@@ -64,9 +65,7 @@ def best_of_classes(values: Tensor, labels: Tensor, count: int) -> Tensor:
     """Positions of at most ``count`` samples of each class with the largest values, class by class, best first."""
     order = values.argsort(descending=True, stable=True)
     order = order[labels[order].argsort(stable=True)]
-    sizes = labels.bincount()
-    rank = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[labels[order]]
-    return order[rank < count]
+    return order[ranks_within(labels[order]) < count]
 
 
 class AuCID(NetworkMethod):

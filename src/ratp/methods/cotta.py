@@ -37,12 +37,11 @@ from ratp.inference import chunk_size
 from ratp.method import Setting, Statistics, pack, unpack
 from ratp.network import Network
 from ratp.online import BatchStatistics, StepConfig
-from ratp.parts.adam import Adam
 from ratp.parts.batch_norm import by_batch, supports_row_masks
-from ratp.parts.cotta import consistency, restore_
+from ratp.parts.cotta import restore_, teacher_loss
 from ratp.parts.cotta_views import CoTTAView
 from ratp.parts.moving_average import follow_
-from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.parts.sgd import SGDConfig
 from ratp.replay import Exemplars
 
 
@@ -100,22 +99,11 @@ class CoTTA(BatchStatistics):
         self.anchor: Network | None = None
         self._view = CoTTAView(config.flip)
 
-    @property
-    def keeps_exemplars(self) -> bool:
-        """Whether they are replayed."""
-        return bool(self.config.replay == "separate")
-
     def begin_stage(self) -> None:
         """A new optimiser and the memory as it is now; on the first target, student and anchor."""
         if self.student is None or self.anchor is None:
             self.student, self.anchor = self._copies()
-        parameters, config = list(self.student.parameters()), self.config.step
-        self._optimiser: Adam | StageSGD
-        if config.optimiser == "adam":
-            self._optimiser = Adam(parameters, config.rate)
-        else:
-            sgd = SGDConfig(config.momentum, 0.0, "constant", nesterov=self.config.nesterov)
-            self._optimiser = StageSGD(parameters, config.rate, 1, sgd)
+        self._optimiser = self.config.step.steps_on(self.student.parameters(), nesterov=self.config.nesterov)
         self._exemplars = Exemplars(self.setting, self.stage, self.memory if self.keeps_exemplars else None)
         self._changes = self.setting.generator("views", self.stage)
         self._chance = self.setting.generator("restore", self.stage)
@@ -126,7 +114,7 @@ class CoTTA(BatchStatistics):
         assert self.student is not None and self.anchor is not None
         student, config = self.student, self.config
         target = self._target(inputs, self.anchor)
-        loss = consistency(_by_batch(student, inputs), target, symmetric=config.loss == "symmetric")
+        loss = teacher_loss(_by_batch(student, inputs), target, symmetric=config.loss == "symmetric")
         exemplars = self._exemplars.draw()
         if exemplars is not None:
             loss = loss + F.cross_entropy(_by_batch(student, exemplars.images), exemplars.labels)

@@ -32,9 +32,7 @@ from ratp.config import as_dict, switch
 from ratp.copies import three_draws
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.inference import classify, embed
-from ratp.memory import Memory
-from ratp.method import Method, Phase, Setting, pack, unpack
+from ratp.method import Phase, Setting, pack, unpack
 from ratp.network import Network, Output
 from ratp.parts.batch_norm import only_rows, supports_row_masks
 from ratp.parts.bmd_labels import bmd_labels
@@ -50,7 +48,7 @@ from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.shot_labels import shot_labels
 from ratp.parts.t2pl import T2PLConfig, t2pl
 from ratp.source_models import SharedTraining
-from ratp.training import Batches, look, relabel, remember
+from ratp.training import Batches, NetworkMethod, look, relabel, remember
 
 Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
@@ -125,7 +123,7 @@ PAPER: Mapping[str, Any] = {
 }
 
 
-class RaTP(Method):
+class RaTP(NetworkMethod):
     """RandMix, T2PL, PCA, distillation and an exemplar memory."""
 
     name = "ratp"
@@ -134,6 +132,7 @@ class RaTP(Method):
     paper = "Liu et al., Deja Vu: Continual Model Generalization for Unseen Domains, ICLR 2023"
     needs = "memory, many passes over a target"
     config_type = RaTPConfig
+    config: RaTPConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": PAPER}
     # The demo's rate is for SGD without momentum; momentum 0.9 makes a step ten times as long.
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
@@ -148,12 +147,8 @@ class RaTP(Method):
 
     def __init__(self, setting: Setting, config: RaTPConfig) -> None:
         check_kernels(config.randmix, setting.image_size)
-        self.setting = setting
-        self.config = config
-        self.scaling = setting.scaling()
-        self.network = setting.network()
+        super().__init__(setting, config)
         self.old: Network | None = None
-        self.memory = Memory(setting.recipe.memory, len(setting.classes), setting.device)
         self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
@@ -177,28 +172,19 @@ class RaTP(Method):
             return super().told_phases(domain)
         return [RaTPPhase(self, domain.images, None, told=domain.labels)]
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Logits of uint8 images."""
-        return classify(self.network, images, self.scaling)
-
-    def embed(self, images: Tensor) -> Tensor:
-        """Embeddings of uint8 images, by the network's running statistics."""
-        return embed(self.network, images, self.scaling)
-
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Three RandMix draws of the images."""
         return three_draws(self.randmix, self.scaling, images, generator)
 
     def state(self) -> dict[str, Tensor]:
         """Network, old network, memory and RandMix's fixed layers."""
-        parts = {"network": self.network.state_dict(), "memory": self.memory.state(), "randmix": self.randmix.state()}
-        return pack(parts if self.old is None else parts | {"old": self.old.state_dict()})
+        old = {} if self.old is None else {"old": self.old.state_dict()}
+        return super().state() | pack({"randmix": self.randmix.state(), **old})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what :meth:`state` gave."""
+        super().load_state(state)
         parts = unpack(state)
-        self.network.load_state_dict(parts["network"])
-        self.memory.load_state(parts["memory"])
         self.randmix.load_state(parts["randmix"])
         if "old" in parts:
             self.old = self.network.frozen_copy()

@@ -37,7 +37,7 @@ from ratp.domain import UnlabelledDomain
 from ratp.drawn import drew
 from ratp.method import Phase
 from ratp.parts.information import entropy
-from ratp.parts.mixmatch import confident_split, consistency, draw_ratio, interleave, mix, sharpen, soft_cross_entropy
+from ratp.parts.mixmatch import confident_split, draw_ratio, interleave, mix, sharpen, soft_cross_entropy, squared_error
 from ratp.parts.sgd import StageSGD
 from ratp.source_free import (
     RotationPhase,
@@ -192,7 +192,7 @@ class MixMatchPhase(Phase):
         weight = config.consistency * self._progress
         terms = {
             "ce": soft_cross_entropy(logits[:count], targets[:count]),
-            "consistency": weight * consistency(logits[count:], targets[count:]),
+            "consistency": weight * squared_error(logits[count:], targets[count:]),
         }
         if beside:
             terms["replay"] = self._replay_loss()

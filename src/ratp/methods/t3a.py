@@ -30,6 +30,7 @@ from ratp.inference import run_in_chunks
 from ratp.method import Setting, pack, unpack
 from ratp.online import OnlineNetwork
 from ratp.parts.information import logit_entropy
+from ratp.parts.ranks import ranks_within
 from ratp.parts.sgd import SGDConfig
 
 
@@ -70,12 +71,7 @@ class Supports(NamedTuple):
         """The ``count`` of lowest entropy in each class, in their order; of equal ones the earlier; 0: all."""
         if not count:
             return self
-        order = self.entropies.argsort(stable=True)
-        order = order[self.labels[order].argsort(stable=True)]
-        sizes = self.labels.bincount()
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[self.labels[order]]
-        return self.only(rank < count)
+        return self.only(ranks_within(self.labels, self.entropies.argsort(stable=True)) < count)
 
     def rows(self, classes: int) -> Tensor:
         """The classifier: for each class the direction of the sum of its supports."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 
-def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+def teacher_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """−Σ softmax(target)·log softmax(logits), mean over the rows; both are logits of shape (n, classes)."""
     return -(target.softmax(dim=1) * logits.log_softmax(dim=1)).sum(dim=1).mean()
 
 
-def consistency(student: Tensor, teacher: Tensor, *, symmetric: bool = False) -> Tensor:
+def teacher_loss(student: Tensor, teacher: Tensor, *, symmetric: bool = False) -> Tensor:
     """Distance of a student from its teacher, which learns nothing here.
 
     Args:
@@ -22,8 +22,8 @@ def consistency(student: Tensor, teacher: Tensor, *, symmetric: bool = False) ->
         symmetric: ½·CE(teacher → student) + ½·CE(student → teacher); else the former alone.
     """
     teacher = teacher.detach()
-    forth = soft_cross_entropy(student, teacher)
-    return 0.5 * forth + 0.5 * soft_cross_entropy(teacher, student) if symmetric else forth
+    forth = teacher_cross_entropy(student, teacher)
+    return 0.5 * forth + 0.5 * teacher_cross_entropy(teacher, student) if symmetric else forth
 
 
 @torch.no_grad()

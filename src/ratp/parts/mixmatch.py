@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ratp.parts.beta import beta_numbers
+from ratp.parts.ranks import ranks_within
 
 
 def confident_split(entropies: Tensor, predictions: Tensor, classes: int) -> Tensor:
@@ -25,12 +26,7 @@ def confident_split(entropies: Tensor, predictions: Tensor, classes: int) -> Ten
     below = (entropies < entropies.mean()).sum()
     sizes = predictions.bincount(minlength=classes)
     quotas = below * sizes // max(len(entropies), 1)  # ⌊PS·n_c⌋ in whole numbers
-    by_entropy = entropies.argsort(stable=True)
-    order = by_entropy[predictions[by_entropy].argsort(stable=True)]  # by class, then by entropy
-    rank = torch.empty_like(order)
-    starts = sizes.cumsum(0) - sizes
-    rank[order] = torch.arange(len(order), device=order.device) - starts[predictions[order]]
-    return rank < quotas[predictions]
+    return ranks_within(predictions, entropies.argsort(stable=True)) < quotas[predictions]
 
 
 def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
@@ -68,10 +64,10 @@ def interleave(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """−Σ target·log softmax, mean over rows."""
+    """−Σ target·log softmax, mean over rows; targets are probabilities."""
     return -(targets * logits.log_softmax(dim=1)).sum(dim=1).mean()
 
 
-def consistency(logits: Tensor, targets: Tensor) -> Tensor:
+def squared_error(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error of probabilities."""
     return (logits.softmax(dim=1) - targets).square().mean()
