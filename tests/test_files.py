@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -58,6 +59,12 @@ class TestWriting:
             write_text(tmp_path / "file", text)
             assert (tmp_path / "file").read_text() == text
         assert os.listdir(tmp_path) == ["file"]
+
+    def test_what_is_no_file_is_left_alone(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(RunDirectoryError, match=r"pipe: it is there and no file\."):
+            write_text(tmp_path / "pipe", "text")
+        assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
     @pytest.mark.parametrize("broken", ["fsync", "fdopen"])
     @pytest.mark.parametrize("old", [b"old", None], ids=["over an old file", "for the first time"])

@@ -70,6 +70,7 @@ def test_the_lock_says_who_holds_it_and_is_empty_afterwards(tmp_path):
 def test_it_ends_with_an_error(tmp_path):
     with pytest.raises(ZeroDivisionError), exclusive(tmp_path):
         raise ZeroDivisionError
+    assert (tmp_path / LOCK_FILE).read_text() == ""  # it was not killed
     with exclusive(tmp_path):
         pass
 

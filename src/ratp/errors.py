@@ -34,6 +34,12 @@ class TrainingError(RatpError):
     """Training went wrong in a way that more training cannot mend."""
 
 
+def brief(error: object) -> str:
+    """An error as one line: all of it, but of a traceback the last line alone."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return lines[-1] if any(line.startswith("Traceback ") for line in lines) else " ".join(lines)
+
+
 # A message lists at most so many names.
 MOST_NAMES = 20
 

@@ -38,6 +38,8 @@ def write_bytes(path: Path, data: bytes) -> None:
         RunDirectoryError: If the folder cannot be written, with the reason.
     """
     with writing(path):
+        if path.exists() and not path.is_symlink() and not path.is_file():  # a device would become a file
+            raise OSError(errno.EINVAL, "it is there and no file")
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{_TEMPORARY}")
         try:
             with os.fdopen(handle, "wb") as file:

@@ -48,9 +48,11 @@ def exclusive(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a full disk: it is held all the same
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(holder).encode(), 0)
-        yield
-        with suppress(OSError):
-            os.ftruncate(handle, 0)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
     finally:
         os.close(handle)
 

@@ -50,6 +50,14 @@ def test_clear(cache):
     assert os.listdir(cache / "decoded") == []
 
 
+def test_clear_takes_what_is_left_behind_empty(cache):
+    assert ratp("data", "cache", "--clear").code == 0
+    for name in ("abc.lock", "abc.part-1"):
+        (cache / "decoded" / name).touch()
+    assert "Removed: 1, " in ratp("data", "cache", "--clear").err
+    assert os.listdir(cache / "decoded") == []
+
+
 def test_keep_drops_what_was_used_longest_ago(cache):
     one = cache_entries(cache)[1].bytes
     result = ratp("data", "cache", "--keep", (one + 1000) / 2**30)

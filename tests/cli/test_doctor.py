@@ -117,10 +117,12 @@ class TestMachine:
         monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 2**80)
         assert "make room" in told(code=1)["folder"]["advice"]
 
-    def test_a_cache_that_cannot_be_written_blocks(self, monkeypatch, here):
+    def test_a_cache_that_cannot_be_written_is_told_and_blocks_nothing(self, monkeypatch, here):
         (here / "file").write_text("")
         monkeypatch.setenv("RATP_CACHE", str(here / "file" / "cache"))
-        assert "RATP_CACHE" in told(code=1)["cache"]["advice"]
+        found = told()["cache"]
+        assert not found["ok"]
+        assert "RATP_CACHE" in found["advice"]
 
 
 class TestData:
@@ -144,12 +146,22 @@ class TestData:
             path = zipped(here / "data" / "pacs" / f"{domain}.zip", images(("dog", "elephant"), count=1))
         assert told()["pacs"]["found"] == "all 4 domains"
         path.write_bytes(path.read_bytes()[:-30])
-        assert told()["pacs/sketch"]["advice"] == "rm -r data/pacs/sketch.zip, then ratp data get pacs/sketch"
+        assert told()["pacs/sketch"]["advice"] == (
+            "move it away, then ratp data get pacs/sketch, or put it back from a copy"
+        )
+
+    def test_nothing_is_to_be_removed_for_a_bad_image(self, here):
+        path = zipped(here / "data" / "pacs" / "photo.zip", images(("dog", "elephant"), count=1) | {"dog/bad.png": b""})
+        found = told("--thorough")["pacs/photo"]
+        assert found["found"] == "1 of 3 images cannot be used"
+        assert found["advice"] == f"ratp data check {path.relative_to(here)} names them"
 
     def test_only_a_thorough_look_counts_images(self, here):
         zipped(here / "data" / "pacs" / "photo.zip", images(("dog", "elephant"), count=1))
         assert "pacs/photo" not in told()
-        assert "2 images, and it was published with 1,670" in told("--thorough")["pacs/photo"]["found"]
+        found = told("--thorough")["pacs/photo"]
+        assert found["ok"]
+        assert "2 images, where 1,670 were published" in found["found"]
 
 
 class TestCache:

@@ -152,6 +152,14 @@ class TestDeepImages:
         assert close(decoded.image, self.EXPECTED)
         assert decoded.conversions == ("16-bit", "greyscale")
 
+    @pytest.mark.parametrize(("kind", "values", "names"), [
+        (b"P2", b"100 200", ("16-bit", "greyscale")), (b"P3", b"100 100 100 200 200 200", ("16-bit",))
+    ])  # fmt: skip
+    def test_16_bits_in_a_portable_map_of_text(self, kind, values, names):
+        decoded = decode(kind + b" 2 1 65535\n" + values, None)
+        assert decoded.image[0, :, 0].tolist() == [0, 1]
+        assert decoded.conversions == names
+
     def test_a_dark_16_bit_image_stays_dark(self):
         decoded = decode(encoded(Image.fromarray(self.RAMP // 256), "PNG"), None)
         assert decoded.image.max() == 1

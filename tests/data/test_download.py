@@ -273,6 +273,12 @@ def test_web_page_instead_of_the_file(server, target, body, headers):
         download([url], target, None, patience=QUICK)
 
 
+def test_a_page_of_nothing_is_one_too_and_the_next_mirror_is_asked(server, target):
+    blank = server.serve("/blank", Answer(b"\n \n", headers={"Content-Type": "text/html"}))
+    download([blank, server.serve("/a", Answer())], target, HASH, patience=QUICK)
+    assert target.read_bytes() == BODY
+
+
 def test_binary_file_mislabelled_as_html_is_taken(server, target):
     url = server.serve("/a", Answer(headers={"Content-Type": "text/html"}))
     download([url], target, HASH, patience=QUICK)

@@ -57,6 +57,7 @@ class TestPaths:
             ("--targets a b --seed 1 x", "--targets a --targets b --seed 1 x"),
             ("--targets a --targets b c", "--targets a --targets b --targets c"),
             ("--targets --seed 1", "--targets --seed 1"),
+            ("--targets=a b --seed 1", "--targets=a --targets b --seed 1"),
             ("run folders --source a", "run folders --source a"),
             ("", ""),
         ],

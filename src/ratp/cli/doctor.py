@@ -27,7 +27,7 @@ def examine(*, thorough: bool = False) -> Iterator[Finding]:
     """
     here = Path.cwd()
     yield from machine()
-    yield disk("cache", cache_folder(), "set RATP_CACHE to a folder you may write to")
+    yield disk("cache", cache_folder(), "set RATP_CACHE to a folder you may write to", needed=False)
     yield from cache(thorough=thorough)
     yield disk("folder", here, "change to a folder you may write to, or use --out")
     yield from data(thorough=thorough)

@@ -26,22 +26,22 @@ from ratp.streams import STREAMS
 
 LEAST_FREE_DISK = 1 << 30
 DATA_SETS = ("digits", "pacs", "domainnet")
-_RUNS, _MOST_RUNS = ("*", "runs/*", "runs/studies/*/*"), 1000
+_RUNS, _MOST_RUNS = ("*", "runs/*", "runs/*/*", "runs/studies/*/*"), 1000
 _HARMLESS = "nothing to do: the next run of the folder clears it away"
 
 
-def disk(what: str, folder: Path, advice: str) -> Finding:
-    """Whether a folder can be written to and has room."""
+def disk(what: str, folder: Path, advice: str, *, needed: bool = True) -> Finding:
+    """Whether a folder can be written to and has room; where it is needed, nothing works without."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
         free = shutil.disk_usage(existing).free
     except OSError as error:
-        return Finding(what, f"{folder}: {error.strerror}", ok=False, advice=advice, blocks=True)
+        return Finding(what, f"{folder}: {error.strerror}", ok=False, advice=advice, blocks=needed)
     enough = free >= LEAST_FREE_DISK
     room = "make room: at least 1 GiB should be free"
-    return Finding(what, f"{folder}: {size_text(free)} free", enough, room, blocks=not enough)
+    return Finding(what, f"{folder}: {size_text(free)} free", enough, room, blocks=needed and not enough)
 
 
 def data(*, thorough: bool) -> Iterator[Finding]:
@@ -65,32 +65,34 @@ def _data_set(folder: Path, name: str, *, thorough: bool) -> Iterator[Finding]:
             found[domain] = find_domain(folder, name, domain)
         except RatpError:
             missing.append(domain)
-    wrong = {domain: reason for domain, path in found.items() if (reason := _fault(name, domain, path, thorough))}
-    for domain, reason in wrong.items():
-        advice = f"rm -r {shlex.quote(str(found[domain]))}, then ratp data get {name}/{domain}"
-        yield Finding(f"{name}/{domain}", reason, ok=False, advice=advice)
+    looked = [finding for domain, path in found.items() if (finding := _looked_at(name, domain, path, thorough))]
+    yield from looked
     if missing:
         here = f"{len(found)} of {len(found) + len(missing)} domains; missing: {', '.join(missing)}"
         yield Finding(name, here, ok=not found, advice=f"ratp data get {name}")
-    elif not wrong:
+    elif all(finding.ok for finding in looked):
         yield Finding(name, f"all {len(found)} domains" + (", every image checked" if thorough else ""))
 
 
-def _fault(name: str, domain: str, path: Path, thorough: bool) -> str:
-    """What is wrong with a domain; empty if nothing is. Without being thorough, only how its file ends is read."""
+def _looked_at(name: str, domain: str, path: Path, thorough: bool) -> Finding | None:
+    """What there is to say of a domain. Without being thorough, only how its file ends is read."""
+    what = f"{name}/{domain}"
+    anew = f"move it away, then ratp data get {what}, or put it back from a copy"
     if not thorough:
-        return "" if path.is_dir() or zipfile.is_zipfile(path) else f"{path} is damaged: it is no whole zip"
+        whole = path.is_dir() or zipfile.is_zipfile(path)
+        return None if whole else Finding(what, f"{path} is damaged: it is no whole zip", ok=False, advice=anew)
     try:
         manifest = check_domain(open_tree(path))
     except RatpError as error:
-        return str(error).splitlines()[0]
+        return Finding(what, str(error).splitlines()[0], ok=False, advice=anew)
+    if manifest.bad:
+        found = f"{len(manifest.bad):,} of {len(manifest.files):,} images cannot be used"
+        return Finding(what, found, ok=False, advice=f"ratp data check {shlex.quote(str(path))} names them")
     source = data_set(name).domain(domain)
     published = source.published or source.images()
-    if manifest.bad:
-        return f"{len(manifest.bad):,} of {len(manifest.files):,} images cannot be used"
     if published not in (None, len(manifest.usable)):
-        return f"{len(manifest.usable):,} images, and it was published with {published:,}"
-    return ""
+        return Finding(what, f"{len(manifest.usable):,} images, where {published:,} were published: a part, or rebuilt")
+    return None
 
 
 def cache(*, thorough: bool) -> Iterator[Finding]:

@@ -80,6 +80,7 @@ def spread_targets(words: Sequence[str]) -> list[str]:
             result += [word] if first else ["--targets", word]
             first = False
             continue
-        inside = first = word == "--targets"
+        first = word == "--targets"
+        inside = first or word.startswith("--targets=")
         result.append(word)
     return result

@@ -35,6 +35,9 @@ Data = Annotated[
 OnBadImage = Annotated[
     str, typer.Option("--on-bad-image", help="Files that are no usable images: stop with their names, or skip them.")
 ]
+ExtraClasses = Annotated[
+    str, typer.Option(help="Classes of a target that the source does not have: stop, or drop their images.")
+]
 Device = Annotated[
     str,
     typer.Option(
@@ -142,9 +145,7 @@ def run(
     data: Data = None,
     weights: Weights = "auto",
     on_bad_image: OnBadImage = "stop",
-    extra_classes: Annotated[
-        str, typer.Option(help="Classes of a target that the source does not have: stop, or drop their images.")
-    ] = "stop",
+    extra_classes: ExtraClasses = "stop",
     probe: Probe = False,
     features: Features = False,
     save_every: SaveEvery = SAVE_EVERY,

@@ -16,12 +16,24 @@ from rich.table import Table
 from rich.text import Text
 
 from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.runs import Data, Device, Jobs, Json, Precision, Quiet, Weights, parse_devices, parse_jobs
+from ratp.cli.loading import data_options
+from ratp.cli.runs import (
+    Data,
+    Device,
+    ExtraClasses,
+    Jobs,
+    Json,
+    OnBadImage,
+    Precision,
+    Quiet,
+    Weights,
+    parse_devices,
+    parse_jobs,
+)
 from ratp.cli.study_progress import follow_study
-from ratp.errors import ConfigError, RunDirectoryError
+from ratp.errors import ConfigError, RunDirectoryError, brief
 from ratp.plan import RunRequest
 from ratp.record import RunRecord, read_run
-from ratp.stream import DataOptions
 from ratp.study import STATES, Entry, State, Study, find_executor
 from ratp.study_file import read_study
 
@@ -51,6 +63,8 @@ def run(
     known: Known = None,
     data: Data = None,
     weights: Weights = "auto",
+    on_bad_image: OnBadImage = "stop",
+    extra_classes: ExtraClasses = "stop",
     device: Device = "auto",
     precision: Precision = "auto",
     jobs: Jobs = "auto",
@@ -63,6 +77,8 @@ def run(
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
     first, devices = parse_devices(device, precision, problems)
+    options, wrong = data_options(data, on_bad_image, extra_classes, None)
+    problems += wrong
     if on == "ray" and "," in device:
         problems.append("on a cluster Ray chooses the devices: use --device cuda or cpu, not a list.")
     try:
@@ -71,7 +87,7 @@ def run(
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
         raise ConfigError(problems)
-    base = RunRequest(device=first, precision=precision, weights=weights, data=DataOptions(data))
+    base = RunRequest(device=first, precision=precision, weights=weights, data=options)
     study = _read(file, out, known, base)
     study.claim()
     follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
@@ -145,7 +161,7 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
         _print_states(study.title, study.entries, states, stdout())
     for entry in study.entries:
         if entry.name in failed:
-            reason = failed[entry.name].splitlines()[-1]
+            reason = brief(failed[entry.name])
             stderr().print(f"[bold red]failed:[/] {escape(f'{entry.title}: {reason}')}", soft_wrap=True)
     if not quiet:
         say(f"Runs: {study.folder}")

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from ratp.cli.progress import interruptible
-from ratp.errors import RatpError
+from ratp.errors import RatpError, brief
 from ratp.events import Event, StageFinished, StageStarted, Trained
 from ratp.matrix import METRICS
 from ratp.report.cells import duration
@@ -140,6 +140,6 @@ class _Watcher:
         stages = self._stages.setdefault(entry.name, _Stages())
         stages.missed = len(entry.plan.order) - stages.made  # where it failed, none of the rest is to come
         if isinstance(result, RatpError):
-            return f"{entry.title}: {str(result).strip().splitlines()[-1]}"
+            return f"{entry.title}: {brief(result)}"
         numbers = "  ".join(f"{metric} {result.matrix.average(metric):.1f}" for metric in METRICS)
         return f"{entry.title}: {numbers}  ({duration(result.seconds)})"

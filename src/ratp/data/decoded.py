@@ -28,7 +28,7 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 
 OnBad = Literal["stop", "skip"]
 
-RECIPE = 1  # one more for every change that changes a pixel
+RECIPE = 2  # one more for every change that changes a pixel
 _SHARE_OF_MEMORY = 0.8
 
 

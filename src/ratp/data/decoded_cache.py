@@ -278,7 +278,7 @@ def evict(cache: Path, keep_bytes: int) -> list[CacheEntry]:
     entries = sorted(_groups(folder), key=lambda entry: (entry.images > 0, entry.used, entry.key))
     held, removed = sum(entry.bytes for entry in entries), []
     for entry in entries:
-        if held <= keep_bytes:
+        if held <= keep_bytes and entry.images:
             break
         try:
             with _locked(folder / f"{entry.key}.lock", wait=False) as free:

@@ -124,7 +124,7 @@ def download(
     for url in urls:
         if not _is_web(url):
             raise DownloadError(f"cannot download {url!r}: only http and https addresses are allowed.")
-    if target.is_file() and sha256 in (None, sha256_of(target)):
+    if target.is_file() and (sha256 is None or sha256_of(target) == sha256):
         return target
     problems = []
     with partial_of(target) as partial:
@@ -266,7 +266,7 @@ class _Transfer:
         is_text = kind in _PAGE_TYPES and b"\0" not in chunk
         if is_text or _PAGE.match(chunk.removeprefix(b"\xef\xbb\xbf")):
             self.partial.clear()
-            beginning = chunk.lstrip()[:40].decode("latin-1").splitlines()[0]
+            beginning = (chunk.lstrip()[:40].decode("latin-1").splitlines() or [""])[0]
             raise _MirrorError(f"a web page came instead of the file ({kind}, it begins with {beginning!r})")
 
     def _verify(self) -> None:

@@ -26,7 +26,7 @@ def has_16_bits(image: Image.Image) -> bool:
     """Whether the file has 16 bits a channel, which the mode shows for grey images only."""
     for codec, _, _, arguments in getattr(image, "tile", ()):
         raw, *more = arguments if isinstance(arguments, tuple) and arguments else (arguments,)
-        if codec == "ppm":
+        if codec in ("ppm", "ppm_plain"):
             return int(more[0]) > 255
         if ";16" in str(raw) and raw != "BGR;16":  # that one has 16 bits a pixel
             return True
