@@ -297,9 +297,11 @@ def _exists(path: Path) -> bool:
 def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
     """The result of a plan among others, the newest if there are several."""
     found = [record for record in records if _is_config_of(plan, record.config)]
-    newest = max(found, key=_finished_at, default=None)
-    others = [record for record in found if newest is not None and record.matrix != newest.matrix]
-    if newest is not None and others:
+    if not found:
+        return None
+    newest = max(found, key=_finished_at)
+    others = [record for record in found if record.matrix.to_json() != newest.matrix.to_json()]  # NaN is not itself
+    if others:
         paths = " and ".join(str(record.path) for record in (newest, *others))
         warnings.warn(f"{paths} are results of the same run and differ: the first, which is newer, counts", Note, 2)
     return newest

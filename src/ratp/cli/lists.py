@@ -30,9 +30,9 @@ from ratp.plan import DEFAULT_PRESET, RunRequest, find_method, resolve
 from ratp.stream import Domain, parse_order
 from ratp.streams import STREAMS, find_stream
 
-methods = typer.Typer(help="List methods and their switches.")
 # Streams that stand for small and for large networks.
 SMALL, LARGE = "digits", "pacs"
+methods = typer.Typer(help="List methods and their switches.")
 streams = typer.Typer(help="List streams and show their images.")
 
 

@@ -197,12 +197,11 @@ class Section:
         if told:
             notes.append(f"Told the labels of targets, a bound and never marked best: {'; '.join(told)}.")
         if self.shared:
-            notes.append(f"Changed in every run: {_told(self.shared)}.")
+            notes.append(f"Changed in every run: {_listed(self.shared)}.")
         for group in self.groups:
-            first, *others = (_texts(run.config.get("changed")) for run in group.runs)
-            own = dict(_common(first, others).items() - self.shared.items())
-            if group.runs[0].name is not None and own and _told(own) not in group.label:
-                notes.append(f"Changed in {group.label}: {_told({name: own[name] for name in first if name in own})}.")
+            own = {name: value for name, value in _changed_in_all(group.runs).items() if name not in self.shared}
+            if group.runs[0].name is not None and own and _listed(own) not in group.label:
+                notes.append(f"Changed in {group.label}: {_listed(own)}.")
         for group in self.groups:
             notes += _group_notes(group)
         made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}
@@ -244,21 +243,20 @@ def _section(stream: str, order: tuple[str, ...], groups: Sequence[Group]) -> Se
     named = any(run.name is not None for run in runs)
     if len(groups) < 2 and not named:
         return Section(stream, order, tuple(groups))
-    first, *others = (_texts(run.config.get("changed")) for run in runs)
-    shared = _common(first, others)
+    shared = _changed_in_all(runs)
     if named:
         return Section(stream, order, tuple(groups), shared)
     short = (replace(group, label=group.runs[0].label_without(shared)) for group in groups)
     return Section(stream, order, tuple(short), shared)
 
 
-def _common(first: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all have in the same way."""
-    rest = list(others)
-    return {name: value for name, value in first.items() if all(other.get(name) == value for other in rest)}
+def _changed_in_all(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Switches that were changed in the same way in all runs."""
+    first, *others = (_texts(run.config.get("changed")) for run in runs)
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
-def _told(changes: Mapping[str, Any]) -> str:
+def _listed(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
