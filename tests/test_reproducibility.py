@@ -25,16 +25,27 @@ ORDER = PACS.orders["default"]
 CELL = Published("main", 2, "pacs", ORDER, "default", "TDA", "A", "shot", 85.0)
 
 
-def record(path="shot.json", stream="pacs", order=ORDER, level=80.0, accuracy=None, **config):
+def record(
+    path="shot.json",
+    stream="pacs",
+    order=ORDER,
+    method="shot",
+    preset="official",
+    changed=None,
+    level=80.0,
+    accuracy=None,
+    **config,
+):
     """A run whose accuracies are all the same, unless they are given."""
+    changed = changed or {}
+    request = RunRequest("pacs" if stream == "folders" else stream, method, ">".join(order), preset, subset=True)
+    plan = resolve(replace(request, changes=changed, weights="none", device="cpu"))
     defaults = {
+        **plan.decisions(),
         "ratp": "0.1.0",
         "stream": stream,
-        "order": list(order),
-        "method": "shot",
-        "preset": "official",
-        "changed": {},
-        "seed": 2022,
+        "preset": preset,
+        "changed": changed,
         "data": {code: f"{code:0>64}" for code in order},
         "weights": "f" * 64,
     }
@@ -86,8 +97,8 @@ class TestWhatCounts:
     @pytest.mark.parametrize(
         "other",
         [
-            {"preset": "paper"},
             {"changed": {"epochs": 3}},
+            {"changed": {"sgd.momentum": 0.5}},
             {"method": "bmd"},
             {"method_file": "a" * 64},
             {"order": PACS.orders["reverse"]},
@@ -98,6 +109,18 @@ class TestWhatCounts:
     def test_no_other_run_does(self, other):
         item = found(main_cell("TDA", "A"), record(**other))
         assert (item.ours, item.verdict, str(item)) == (None, "not run", "–")
+
+    def test_nor_does_one_of_another_preset(self):
+        cell = main_cell("TDA", "A", "ratp")
+        assert found(cell, record(method="ratp")).ours.n == 1
+        assert found(cell, record(method="ratp", preset="paper")).ours is None
+
+    def test_values_decide_not_what_was_asked_for(self):
+        momentum = record().config["switches"]["sgd.momentum"]
+        assert found(main_cell("TDA", "A"), record(changed={"sgd.momentum": momentum})).ours.n == 1
+        earlier = record(changed={"sgd.momentum": momentum + 0.5})
+        earlier = replace(earlier, config={**earlier.config, "changed": {}})  # when that was what the preset had
+        assert found(main_cell("TDA", "A"), earlier).ours is None
 
     def test_only_files_directly_in_a_streams_folder_are_read(self, tmp_path):
         for folder in ("pacs/earlier", "demo"):
@@ -126,7 +149,7 @@ class TestWhatCounts:
         with pytest.raises(RatpError, match=r"(?s)two\.json.*one\.json"):
             tool.page(tmp_path)
 
-    @pytest.mark.parametrize("other", [{"preset": "paper"}, {"seed": 2023}, {"order": PACS.orders["1"]}])
+    @pytest.mark.parametrize("other", [{"changed": {"epochs": 3}}, {"seed": 2023}, {"order": PACS.orders["1"]}])
     def test_files_of_other_runs_are_not(self, tmp_path, other):
         assert tool.page(kept(tmp_path, record("one.json"), record("two.json", **other)))
 

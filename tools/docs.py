@@ -136,7 +136,7 @@ def method_averages(
 
     Args:
         spec: The benchmark.
-        folder: Where the results lie in its own folder.
+        folder: Where the results lie in its own folder, if they are trials: then all that are finished count.
         order_name: Which order.
         all_methods: Whether those that were not run have a row, too.
     """
@@ -144,7 +144,8 @@ def method_averages(
     runs = [read_run(path) for path in sorted((ROOT / "results" / spec.name / folder).glob("*.json"))]
     lines = ["| method | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
     for name in METHODS:
-        found = [run for run in runs if run.method == name and run.matrix.domains == order and counts(run)]
+        found = [run for run in runs if run.method == name and run.matrix.domains == order]
+        found = [run for run in found if (run.matrix.complete if folder else counts(run))]
         if not found:
             lines += [f"| `{name}` | not run | – | – | – |"] if all_methods else []
             continue

@@ -7,15 +7,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
 from ratp.errors import RatpError
 from ratp.matrix import Metric
-from ratp.plan import DEFAULT_PRESET
+from ratp.plan import NO_WEIGHTS, RunPlan, RunRequest, resolve
 from ratp.published import SPELLING, Published, cells
 from ratp.record import RunRecord, read_run
 from ratp.statistics import AVERAGE, Summary, summarise, verdict
+from ratp.study import is_config_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = "REPRODUCIBILITY.md"
@@ -44,10 +46,10 @@ ratp run digits --method shot --order default --seed 2022 --seed 2023 --seed 202
 ratp report runs/shot --export results/digits
 ```
 
-A file counts for a cell if its stream, order and method are those of the cell, its preset is `official`, nothing was
-changed and the run is finished. One exception: for one source and one target (`--order 'P>A' --subset`) the paper
-takes replay, distillation and the old prototypes away from RaTP. There RaTP counts only with
-`{" ".join(f"--set {name}={value}" for name, value in STATIONARY.items())}`.
+A file counts for a cell if its stream, order and method are those of the cell, the run is finished, and every value it
+was made with is the one that preset `official` has today. One exception: for one source and one target
+(`--order 'P>A' --subset`) the paper takes replay, distillation and the old prototypes away from RaTP. There RaTP counts
+only with `{" ".join(f"--set {name}={value}" for name, value in STATIONARY.items())}`.
 
 A cell reads `ours (paper) gap`: our mean over n seeds, ± their standard deviation if n > 1, what the paper prints, and
 how far ours lies from it. A cell without an arrow is *within*: our mean is at most {TOLERANCE:g} points away or, with
@@ -108,10 +110,22 @@ def depends_on_syn(cell: Published) -> bool:
 
 
 def counts(run: RunRecord) -> bool:
-    """Whether a run is in the paper's setting."""
-    changed = STATIONARY if run.method == "ratp" and len(run.matrix.domains) == 2 else {}
-    official = run.config["preset"] == DEFAULT_PRESET and not run.config.get("method_file")
-    return official and run.config["changed"] == changed and "guard" not in run.config and run.matrix.complete
+    """Whether a run is in the paper's setting: it came to its end, and all its values are those of today's preset."""
+    try:
+        plan = _official(run.config["stream"], run.matrix.domains, run.method, run.seed)
+    except RatpError:  # no stream, order or method of ours
+        return False
+    return run.matrix.complete and is_config_of(plan, run.config)
+
+
+@cache
+def _official(stream: str, order: tuple[str, ...], method: str, seed: int) -> RunPlan:
+    """What to run for a cell of the paper."""
+    changes = STATIONARY if method == "ratp" and len(order) == 2 else {}
+    request = RunRequest(
+        stream, method, ">".join(order), seed=seed, changes=changes, subset=True, device="cpu", weights=NO_WEIGHTS
+    )
+    return resolve(request)
 
 
 def collect(runs: Iterable[RunRecord]) -> Results:

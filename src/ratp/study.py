@@ -275,44 +275,7 @@ def run_name(plan: RunPlan) -> str:
     return f"{safe_name(plan.title)}-{plan.digest()[:12]}"
 
 
-def _is_finished(entry: Entry) -> bool:
-    """Whether a run's directory holds it, not another, and it came to its end."""
-    if not _exists(entry.folder / "weights.safetensors"):
-        return False
-    try:
-        forms = {"matrix.json": MATRIX, "config.json": CONFIG}
-        matrix, config = (form.read(read_json(entry.folder / n), entry.folder / n) for n, form in forms.items())
-        return Matrix.from_json(matrix).complete and _is_config_of(entry.plan, config)
-    except RatpError:
-        return False
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # too long a name, or no permission
-        return False
-
-
-def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
-    """The result of a plan among others, the newest if there are several."""
-    found = [record for record in records if _is_config_of(plan, record.config)]
-    if not found:
-        return None
-    newest = max(found, key=_finished_at)
-    others = [record for record in found if record.matrix.to_json() != newest.matrix.to_json()]  # NaN is not itself
-    if others:
-        paths = " and ".join(str(record.path) for record in (newest, *others))
-        warnings.warn(f"{paths} are results of the same run and differ: the first, which is newer, counts", Note, 2)
-    return newest
-
-
-def _finished_at(record: RunRecord) -> str:
-    """When the last stage ended; times are written so that they sort."""
-    return max((str(event.get("time", "")) for event in record.journal), default="")
-
-
-def _is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
+def is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
     """Whether a config has all that determines the plan's result, but for images and weights.
 
     Of the first switches some came after the first results and are in the hash of later ones: a config without such
@@ -327,6 +290,43 @@ def _is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
             unchanged = {key: value for key, value in decided[group].items() if key not in plan.changed}
             there[group] = unchanged | there[group]
     return there == {key: decided.get(key) for key in DECIDED}
+
+
+def _is_finished(entry: Entry) -> bool:
+    """Whether a run's directory holds it, not another, and it came to its end."""
+    if not _exists(entry.folder / "weights.safetensors"):
+        return False
+    try:
+        forms = {"matrix.json": MATRIX, "config.json": CONFIG}
+        matrix, config = (form.read(read_json(entry.folder / n), entry.folder / n) for n, form in forms.items())
+        return Matrix.from_json(matrix).complete and is_config_of(entry.plan, config)
+    except RatpError:
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long a name, or no permission
+        return False
+
+
+def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
+    """The result of a plan among others, the newest if there are several."""
+    found = [record for record in records if is_config_of(plan, record.config)]
+    if not found:
+        return None
+    newest = max(found, key=_finished_at)
+    others = [record for record in found if record.matrix.to_json() != newest.matrix.to_json()]  # NaN is not itself
+    if others:
+        paths = " and ".join(str(record.path) for record in (newest, *others))
+        warnings.warn(f"{paths} are results of the same run and differ: the first, which is newer, counts", Note, 2)
+    return newest
+
+
+def _finished_at(record: RunRecord) -> str:
+    """When the last stage ended; times are written so that they sort."""
+    return max((str(event.get("time", "")) for event in record.journal), default="")
 
 
 def _plain(value: Any) -> Any:

@@ -10,18 +10,19 @@
   sees them, in place of its oldest. The answer to a batch is the logarithm of the mean prediction its labels are from.
 * With replay, the cross-entropy of a batch from the memory is added, in a forward pass of its own.
 
-BatchNorm learns: its running statistics follow the views of the target, and the network is measured with them. The
-momentum network and exemplars are normalised by the batch. The momentum network and the queue go on from target to
-target, as the network does (``reset``: begin again on each). Images shown by hand belong to no domain to look at: the
-bank then begins empty, the first 1,024 images are labelled as predicted, and the rate is constant.
+BatchNorm learns: its running statistics follow the views of the target. The momentum network and exemplars are
+normalised by the batch, and so is the network when it is measured (``eval_bn``). The momentum network and the queue go
+on from target to target, as the network does (``reset``: begin again on each). Images shown by hand belong to no domain
+to look at: the bank then begins empty, the first 1,024 images are labelled as predicted, and the rate is constant.
 
-Departures from the published code: one epoch (15 there); dropout is off; keys and labels of the queue are both read
-before it takes new ones (there labels are read after); the labels made by the first look, which no loss uses, are not
-computed; the bottleneck and classifier are the comparison's, without weight normalisation; the rate on the source is
-the recipe's, its tenth for the feature extractor. The crop of an image enlarged to 256 pixels is one of the image
-itself, of the same part of it. Values for DTN are not the paper's, which has no such network: rates, a shorter queue,
-a weak view that moves by two pixels, and a strong one that crops less and neither mirrors nor turns grey. The memory is
-the comparison's. Batches are the recipe's (128 in the paper).
+Departures from the published code: one epoch (15 there); the statistics of the batch when it is measured (there
+running ones, which follow the last target: so measured it would be far from the paper's comparison); dropout is off;
+keys and labels of the queue are both read before it takes new ones (there labels are read after); the labels made by
+the first look, which no loss uses, are not computed; the bottleneck and classifier are the comparison's, without
+weight normalisation; the rate on the source is the recipe's, its tenth for the feature extractor. The crop of an image
+enlarged to 256 pixels is one of the image itself, of the same part of it. Values for DTN are not the paper's, which
+has no such network: rates, a shorter queue, a weak view that moves by two pixels, and a strong one that crops less and
+neither mirrors nor turns grey. The memory is the comparison's. Batches are the recipe's (128 in the paper).
 """
 
 from __future__ import annotations
@@ -92,9 +93,7 @@ class AdaContrastConfig:
     first_look: bool = switch(True, "fill the bank from the target before the pass; off: as it goes")
     reset: bool = switch(False, "begin every target with a new momentum network and queue")
     replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
-    eval_bn: Statistics = switch(
-        "running", "BatchNorm when measured after adaptation: running, or of the images at hand"
-    )
+    eval_bn: Statistics = switch("batch", "BatchNorm when measured after adaptation: of the images at hand, or running")
 
 
 class AdaContrast(BatchStatistics):
