@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.io import savemat
 
+from ratp.data.formats import matlab
 from ratp.data.formats.canonical import write_domain
 from ratp.data.formats.pictures import Pictures
 from ratp.data.importers import import_domain
@@ -272,6 +273,80 @@ def test_mat_of_digit_five(tmp_path):
     savemat(tmp_path / "mnistm_with_label.mat", data)
     path = import_domain("mnist_m", [tmp_path / "mnistm_with_label.mat"], tmp_path / "out").path
     assert_holds(path, COLOUR, LABELS)
+
+
+def test_of_images_in_two_sizes_those_that_were_not_resized_are_taken(tmp_path):
+    resized = np.pad(GREY, ((0, 0), (2, 2), (2, 2)))
+    one_hot = np.eye(10)[LABELS]
+    train = {"train_32": resized[:8], "train_28": GREY[:8, :, :, None], "label_train": one_hot[:8]}
+    test = {"test_32": resized[8:], "test_28": GREY[8:, :, :, None], "label_test": one_hot[8:]}
+    savemat(tmp_path / "mnist_data.mat", {**train, **test})
+    path = import_domain("mnist", [tmp_path / "mnist_data.mat"], tmp_path / "out").path
+    assert_holds(path, GREY, LABELS)
+    savemat(tmp_path / "mnist_data.mat", {"train_32": resized, "label_train": one_hot})
+    path = import_domain("mnist", [tmp_path / "mnist_data.mat"], tmp_path / "out", replace=True).path
+    assert_holds(path, resized, LABELS)
+
+
+def usps_cells(path, images=GREY[:, None] / 255, labels=LABELS[:, None], compressed=True):
+    """USPS as Digits-Five has it."""
+    cells = np.empty((2, 2), dtype=object)
+    for row, part in enumerate((slice(0, 8), slice(8, 12))):
+        cells[row, 0], cells[row, 1] = images[part], labels[part]
+    savemat(path, {"dataset": cells}, do_compression=compressed)
+    return path
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_cells_of_usps(tmp_path, compressed):
+    path = usps_cells(tmp_path / "usps_28x28.mat", compressed=compressed)
+    assert_holds(import_domain("usps", [path], tmp_path / "out").path, GREY, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "match"),
+    [
+        (GREY / 255, LABELS[:, None], r"row 1 of dataset: expected N × 1 × height × width numbers, found \(8, 28, 28"),
+        (np.full((12, 1, 2, 2), "a"), LABELS[:, None], r"row 1 of dataset: expected N × 1"),
+        (GREY[:, None] / 255, LABELS[:, None] + 9, r"row 1 of dataset: expected the digits 0\.\.9"),
+        (GREY[:, None] / 255, LABELS[:5, None], r"row 1 of dataset: expected as many images as labels"),
+    ],
+)
+def test_cells_that_are_not_what_they_should_be(tmp_path, images, labels, match):
+    refused(tmp_path, match, "usps", usps_cells(tmp_path / "x.mat", images, labels))
+
+
+def test_cells_that_unpack_to_more_than_is_allowed(tmp_path, monkeypatch):
+    path = usps_cells(tmp_path / "x.mat", np.zeros((12, 1, 400, 400)))
+    assert path.stat().st_size < 20_000
+    monkeypatch.setattr(matlab, "MOST_BYTES", 10_000_000)
+    refused(tmp_path, "holds more than the 10,000,000 bytes allowed", "usps", path)
+
+
+def test_damaged_cells(tmp_path):
+    whole = usps_cells(tmp_path / "x.mat").read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        noisy = bytearray(whole)
+        for place in rng.integers(124, len(whole), 8):
+            noisy[place] = rng.integers(256)
+        (tmp_path / "x.mat").write_bytes(noisy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            refused(tmp_path, r"x\.mat", "usps", tmp_path / "x.mat")
+
+
+def test_no_more_than_asked_for(tmp_path, mnist):
+    whole = sorted(stored(import_domain("mnist", mnist, tmp_path / "whole").path).items())
+    report = import_domain("mnist", mnist, tmp_path / "some", at_most=7)
+    assert report.total == 7
+    assert report.notes == ("7 of 12 images were chosen by chance.",)
+    some = [picture for _, picture in sorted(stored(report.path).items())]
+    assert [picture for _, picture in whole if picture in some] == some  # in their order
+    again = import_domain("mnist", mnist, tmp_path / "again", at_most=7)
+    assert again.path.read_bytes() == report.path.read_bytes()
+    everything = import_domain("mnist", mnist, tmp_path / "all", at_most=12)
+    assert (everything.total, everything.notes) == (12, ())
 
 
 @pytest.mark.parametrize(

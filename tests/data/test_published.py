@@ -63,6 +63,19 @@ def test_files_that_do_not_say_what_they_are(tmp_path):
         domains_in("digits", [tmp_path / "train_32x32.mat"])
 
 
+def test_files_of_a_collection_by_their_names(tmp_path):
+    names = ("mnist_data", "mnistm_with_label", "svhn_train_32x32", "svhn_test_32x32", "usps_28x28", "readme")
+    put(tmp_path / "given", {f"Digit-Five/{name}.mat": b"MATLAB 5.0 MAT-file" for name in names})
+    expected = {
+        "mnist": ["given/Digit-Five/mnist_data.mat"],
+        "mnist_m": ["given/Digit-Five/mnistm_with_label.mat"],
+        "svhn": ["given/Digit-Five/svhn_train_32x32.mat", "given/Digit-Five/svhn_test_32x32.mat"],
+        "usps": ["given/Digit-Five/usps_28x28.mat"],
+    }
+    assert found(tmp_path, "digits", "given") == expected
+    assert found(tmp_path, "digits", "given/Digit-Five/usps_28x28.mat") == {"usps": expected["usps"]}
+
+
 def test_only_the_classes_of_the_benchmark(tmp_path):
     given = put(tmp_path / "given", pictures("real", classes=(*DOMAINNET_10, "zebra")))
     told = []

@@ -106,9 +106,13 @@ def _make(folder: Path) -> None:
 
 @app.command("import")
 def import_files(
-    name: Annotated[str, typer.Argument(help="A domain (mnist, pacs/sketch) or a data set (pacs, domainnet).")],
+    name: Annotated[str, typer.Argument(help="A domain (mnist, pacs/sketch) or a data set (digits, pacs, domainnet).")],
     files: Annotated[list[Path], typer.Argument(help="Files, zips and folders it is made from.", show_default=False)],
     data: Data = None,
+    at_most: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images of a domain to keep, chosen by chance, the same every time; default: all."),
+    ] = None,
     replace: Replace = False,
     on_bad_image: Bad = "stop",
     quiet: Quiet = False,
@@ -118,7 +122,8 @@ def import_files(
 
     Read are idx, MATLAB, HDF5, libsvm and npz files, zips and folders of
     images, and lists of labels. Of a data set, every domain found in the
-    files is imported; those in the data folder already are left alone.
+    files is imported; those in the data folder already are left alone. The
+    folder of Digits-Five is one that holds all five domains of digits.
 
     Images of your own need no import: a folder or zip with class/image
     below it is read as it is.
@@ -132,7 +137,9 @@ def import_files(
 
     def convert(source: DomainSource, show: StepProgress | None) -> ImportReport:
         given = parts[source.name]
-        return import_published(chosen.name, source.name, given, folder, show, on_bad_image=on_bad, replace=replace)
+        return import_published(
+            chosen.name, source.name, given, folder, show, at_most=at_most, on_bad_image=on_bad, replace=replace
+        )
 
     with interruptible(_START_AGAIN):
         parts = {sources[0].name: files} if single else domains_in(chosen.name, files)

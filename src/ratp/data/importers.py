@@ -22,7 +22,7 @@ from ratp.data.formats.idx import idx_pairs
 from ratp.data.formats.layouts import Place, by_folder, by_list, lists_in
 from ratp.data.formats.libsvm import read_libsvm
 from ratp.data.formats.matlab import read_hdf5, read_mat
-from ratp.data.formats.pictures import Pictures, joined, selected
+from ratp.data.formats.pictures import Pictures, joined, selected, thinned
 from ratp.data.formats.recognition import read_list, recognised
 from ratp.data.sources import DIGITS, data_set
 from ratp.errors import RatpError
@@ -45,14 +45,15 @@ def import_domain(
     progress: Progress | None = None,
     *,
     classes: Collection[str] | None = None,
+    at_most: int | None = None,
     on_bad_image: OnBadImage = "stop",
     replace: bool = False,
     expected: int | None = None,
 ) -> ImportReport:
     """Writes ``out/NAME.zip`` from what ``inputs`` hold.
 
-    Recognised are idx files (MNIST), MATLAB files (SVHN, SYN, MNIST-M), libsvm text and HDF5 (USPS), npz files,
-    folders and zips with a folder a class, alone or below folders of domains (PACS, DomainNet), and folders
+    Recognised are idx files (MNIST), MATLAB files (SVHN, SYN, MNIST-M, Digits-Five), libsvm text and HDF5 (USPS), npz
+    files, folders and zips with a folder a class, alone or below folders of domains (PACS, DomainNet), and folders
     with a list of labels (MNIST-M). Images are numbered in the order of the inputs.
 
     Args:
@@ -61,6 +62,7 @@ def import_domain(
         out: The folder to write to; made if need be.
         progress: Called with the number of images so far, and of all.
         classes: Keep only these; all if None.
+        at_most: Keep no more images than that, chosen by chance, the same ones every time; all if None.
         on_bad_image: Whether an image that cannot be read stops the import, or is left out and reported.
         replace: Whether a zip of that name may be replaced.
         expected: How many images there must be, if that is known.
@@ -75,6 +77,8 @@ def import_domain(
     pictures = _pictures(name, [found for path in inputs for found in recognised(path)])
     if classes is not None:
         pictures = selected(pictures, classes)
+    if at_most is not None:
+        pictures = thinned(pictures, at_most)
     _check_digits(name, pictures)
     return write_domain(
         name,

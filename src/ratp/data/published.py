@@ -90,6 +90,7 @@ def import_published(
     folder: Path,
     progress: StepProgress | None = None,
     *,
+    at_most: int | None = None,
     on_bad_image: OnBadImage = "stop",
     replace: bool = False,
 ) -> ImportReport:
@@ -101,6 +102,7 @@ def import_published(
         inputs: Files and folders.
         folder: The data folder.
         progress: Called with the step, and how much of it is done, of how much.
+        at_most: As for :func:`~ratp.data.importers.import_domain`.
         on_bad_image: As for :func:`~ratp.data.importers.import_domain`.
         replace: As for :func:`~ratp.data.importers.import_domain`.
 
@@ -108,7 +110,8 @@ def import_published(
         RatpError: If the inputs are not what they should be. Nothing is written then.
     """
     chosen = data_set(data)
-    return _imported(chosen, chosen.domain(domain), inputs, folder, progress, on_bad_image, replace=replace)
+    source = chosen.domain(domain)
+    return _imported(chosen, source, inputs, folder, progress, on_bad_image, replace=replace, at_most=at_most)
 
 
 def _imported(
@@ -120,6 +123,7 @@ def _imported(
     on_bad_image: OnBadImage,
     *,
     replace: bool,
+    at_most: int | None = None,
     expected: int | None = None,
 ) -> ImportReport:
     report = import_domain(
@@ -128,12 +132,13 @@ def _imported(
         domain_file(folder, chosen.name, source.name).parent,
         _of_step(progress, Step(source.name, "images")),
         classes=chosen.classes if chosen.is_selection else None,
+        at_most=at_most,
         on_bad_image=on_bad_image,
         replace=replace,
         expected=expected,
     )
     published = source.published or source.images()
-    if published in (None, report.total):
+    if published in (None, report.total) or at_most == report.total:
         return report
     note = f"{source.name} has {report.total:,} images; it was published with {published:,}."
     return changed(report, notes=(*report.notes, note))
@@ -147,7 +152,8 @@ def domains_in(data: str, inputs: Sequence[Path]) -> Mapping[str, Sequence[Path]
     """Which inputs make up each domain of a data set, for those domains that are there.
 
     A domain is a folder of class folders that is called like it, anywhere in a folder or zip, or a zip that is
-    called like it. Lists of labels belong to the domain whose folder their names begin with.
+    called like it, or files that are called as in a collection of all domains. Lists of labels belong to the domain
+    whose folder their names begin with.
 
     Raises:
         RatpError: If nothing of the data set is there, or an input does not say which domain it is.
@@ -155,7 +161,13 @@ def domains_in(data: str, inputs: Sequence[Path]) -> Mapping[str, Sequence[Path]
     chosen = data_set(data)
     found: dict[str, list[Path]] = {name: [] for name in chosen.domains}
     others: set[str] = set()
-    for path in (part for given in inputs for part in _unfolded(chosen, given)):
+    rest: list[Path] = []
+    for given in inputs:
+        collected = _collected(chosen, given)
+        rest += [] if collected else _unfolded(chosen, given)
+        for name, path in collected:
+            found[name].append(path)
+    for path in rest:
         names = _names(chosen, path)
         others |= names - found.keys()
         for name in names & found.keys():
@@ -165,9 +177,22 @@ def domains_in(data: str, inputs: Sequence[Path]) -> Mapping[str, Sequence[Path]
         seen = f"; found {', '.join(sorted(others)[:10])}" if others else ""
         raise RatpError(
             f"{', '.join(map(str, inputs))}: nothing of {data} is there. Expected folders or zips called "
-            f"{', '.join(chosen.domains)}, with a folder a class in them{seen}."
+            f"{', '.join(chosen.domains)}, with a folder a class in them{_or_collected(chosen)}{seen}."
         )
     return known
+
+
+def _collected(chosen: DataSet, path: Path) -> list[tuple[str, Path]]:
+    """The files in a folder, or the file itself, that are called as in a collection, each with its domain."""
+    names = [(source.name, name) for source in chosen.domains.values() for name in source.collected]
+    if path.is_dir():
+        return [(domain, file) for domain, name in names for file in sorted(path.rglob(name))]
+    return [(domain, path) for domain, name in names if path.name == name]
+
+
+def _or_collected(chosen: DataSet) -> str:
+    names = [name for source in chosen.domains.values() for name in source.collected]
+    return f", or files called {', '.join(names)}" if names else ""
 
 
 def _unfolded(chosen: DataSet, path: Path) -> list[Path]:

@@ -1,4 +1,8 @@
-"""Where the digits can be had. A hash stands here only where public catalogues agree on it."""
+"""Where the digits can be had. A hash stands here only where public catalogues agree on it.
+
+What the domains' files are called in the collection Digits-Five (Peng et al., Moment Matching for Multi-Source Domain
+Adaptation, ICCV 2019) is here, too: whoever works on these domains usually has it.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +67,7 @@ DIGITS_SET = DataSet(
                 "mnist",
                 "train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz",
             ),
+            collected=("mnist_data.mat",),
         ),
         DomainSource(
             "mnist_m",
@@ -75,6 +80,7 @@ DIGITS_SET = DataSet(
             + "\nOr build it from MNIST after the published recipe:\n  ratp data build mnist-m --data FOLDER",
             rebuilds=True,
             published=59_001,
+            collected=("mnistm_with_label.mat",),
         ),
         DomainSource(
             "svhn",
@@ -99,6 +105,7 @@ DIGITS_SET = DataSet(
             ("train",),
             by_hand("train_32x32.mat (format 2)", _SVHN, "svhn", "train_32x32.mat"),
             terms="for non-commercial use only",
+            collected=("svhn_train_32x32.mat", "svhn_test_32x32.mat"),
         ),
         DomainSource(
             "syn",
@@ -110,6 +117,7 @@ DIGITS_SET = DataSet(
             )
             + "\nOr build it after the published recipe:\n  ratp data build syn --data FOLDER",
             rebuilds=True,
+            collected=("synth_train_32x32.mat", "synth_test_32x32.mat"),
         ),
         DomainSource(
             "usps",
@@ -133,6 +141,7 @@ DIGITS_SET = DataSet(
             ),
             ("train", "test"),
             by_hand("usps.bz2 and usps.t.bz2", _USPS, "usps", "usps.bz2 usps.t.bz2"),
+            collected=("usps_28x28.mat",),
         ),
     ),
 )

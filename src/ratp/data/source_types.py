@@ -44,6 +44,7 @@ class DomainSource:
         rebuilds: Whether it can be rebuilt after its published recipe.
         published: Number of images the benchmark was published with, where files do not say.
         terms: What its authors allow, where they restrict it.
+        collected: What its files are called in a collection of all domains, if there is one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class DomainSource:
     rebuilds: bool = False
     published: int | None = None
     terms: str = ""
+    collected: tuple[str, ...] = ()
 
     def chosen(self) -> tuple[SourceFile, ...]:
         """The files of the parts that make up the domain."""

@@ -26,6 +26,10 @@ PAIRS = (
     ("test_data", "test_label"),
     ("train", "label_train"),
     ("test", "label_test"),
+    ("train_28", "label_train"),
+    ("test_28", "label_test"),
+    ("train_32", "label_train"),
+    ("test_32", "label_test"),
     ("images", "labels"),
 )  # names under which images and their labels are known to be published together
 
@@ -85,16 +89,21 @@ def _range(values: Array, origin: str) -> tuple[float, float]:
 def paired(variables: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
     """The names of images and labels that belong together, among those a container holds.
 
+    Images that lie there in several sizes, with the same labels, are taken once: as they were before they were resized.
+
     Raises:
         RatpError: If there is no pair that is known.
     """
-    found = [pair for pair in PAIRS if pair[0] in variables and pair[1] in variables]
+    found: dict[str, tuple[str, str]] = {}
+    for pair in PAIRS:
+        if pair[0] in variables and pair[1] in variables:
+            found.setdefault(pair[1], pair)
     if not found:
         raise RatpError(
             f"{origin}: expected images and labels under X and y (or {', '.join(f'{a} and {b}' for a, b in PAIRS[1:])})"
             f", found {', '.join(sorted(variables)) or 'nothing'}."
         )
-    return found
+    return list(found.values())
 
 
 def read_npz(path: Path) -> list[tuple[Array, Array]]:

@@ -1,4 +1,4 @@
-"""MATLAB's files of SVHN, SYN and MNIST-M, and the HDF5 file of USPS.
+"""MATLAB's files of SVHN, SYN, MNIST-M and the collection Digits-Five, and the HDF5 file of USPS.
 
 Old MATLAB files are read by scipy, new ones are HDF5 and need h5py. From either, only arrays of numbers are
 taken, and only those whose names say what they are.
@@ -7,6 +7,8 @@ taken, and only those whose names say what they are.
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ _NUMBERS = {
     **dict.fromkeys(("uint32", "int32", "single"), 4),
     **dict.fromkeys(("uint64", "int64", "double"), 8),
 }  # MATLAB's names of number types, and the bytes of each
+CELLS = "dataset"  # what the file of USPS in Digits-Five calls its cells
+_HEAD_BYTES, _COMPRESSED, _CHUNK = 128, 15, 1 << 20
 
 
 def read_mat(path: Path) -> list[tuple[Array, Array]]:
@@ -38,6 +42,8 @@ def read_mat(path: Path) -> list[tuple[Array, Array]]:
         listed = {name: (shape, kind) for name, shape, kind in whosmat(path)}
     except Exception as error:  # damaged files make the reader raise whatever it happens to stumble over
         raise RatpError(f"{path} is no MATLAB file that can be read: {error or type(error).__name__}.") from error
+    if listed.get(CELLS) == ((2, 2), "cell"):
+        return _usps_cells(path)
     wanted = [name for pair in paired(listed, str(path)) for name in pair]
     for name in wanted:
         shape, kind = listed[name]
@@ -50,6 +56,44 @@ def read_mat(path: Path) -> list[tuple[Array, Array]]:
     except Exception as error:  # as above
         raise RatpError(f"{path} is damaged: {error or type(error).__name__}. Download it again.") from error
     return [_digits(arrays[a], arrays[b], f"{path}, {a} and {b}") for a, b in paired(listed, str(path))]
+
+
+def _usps_cells(path: Path) -> list[tuple[Array, Array]]:
+    """USPS as Digits-Five has it: four cells, a row each for training and test, with images and digits."""
+    from scipy.io import loadmat
+
+    try:
+        _check_unpacked_size(path)
+        rows = loadmat(path, variable_names=[CELLS], verify_compressed_data_integrity=True)[CELLS]
+        parts = [(np.asarray(rows[k, 0]), np.asarray(rows[k, 1])) for k in range(2)]
+    except RatpError:
+        raise
+    except Exception as error:  # as in read_mat
+        raise RatpError(f"{path} is damaged: {error or type(error).__name__}. Download it again.") from error
+    found = []
+    for k, (images, digits) in enumerate(parts):
+        origin = f"{path}, row {k + 1} of {CELLS}"
+        if images.dtype.kind not in "uif" or digits.dtype.kind not in "uif" or images.ndim != 4 or images.shape[1] != 1:
+            raise RatpError(f"{origin}: expected N × 1 × height × width numbers, found {images.shape}, {images.dtype}.")
+        found.append(_digits(images[:, 0], digits, origin))
+    return found
+
+
+def _check_unpacked_size(path: Path) -> None:
+    """Raises an error if what a MATLAB file holds is larger than allowed: of cells, a listing does not say it."""
+    left = MOST_BYTES
+    with path.open("rb") as file:
+        order = "<" if file.read(_HEAD_BYTES).endswith(b"IM") else ">"
+        while len(tag := file.read(8)) == 8:
+            kind, length = struct.unpack(f"{order}II", tag)
+            packed = zlib.decompressobj() if kind == _COMPRESSED else None
+            while length and (data := file.read(min(length, _CHUNK))):
+                length -= len(data)
+                while data:
+                    left -= len(packed.decompress(data, _CHUNK)) if packed else len(data)
+                    data = packed.unconsumed_tail if packed else b""
+                    if left < 0:
+                        raise RatpError(f"{path} holds more than the {MOST_BYTES:,} bytes allowed.")
 
 
 def read_hdf5(path: Path) -> list[tuple[Array, Array]]:

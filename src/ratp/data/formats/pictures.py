@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from ratp.errors import RatpError, unknown
 
 
@@ -66,9 +68,21 @@ def selected(pictures: Pictures, classes: Collection[str]) -> Pictures:
     places = [k for k, label in enumerate(pictures.classes) if label in classes]
     left_out = len(found) - len(set(classes))
     note = f"{len(pictures) - len(places):,} images of {left_out:,} other classes were left out."
+    return _at(places, pictures, note if left_out else None)
+
+
+def thinned(pictures: Pictures, most: int) -> Pictures:
+    """No more than so many of the pictures, chosen by chance, always the same ones, in their order."""
+    if len(pictures) <= most:
+        return pictures
+    places = np.sort(np.random.default_rng(0).permutation(len(pictures))[:most]).tolist()
+    return _at(places, pictures, f"{most:,} of {len(pictures):,} images were chosen by chance.")
+
+
+def _at(places: Sequence[int], pictures: Pictures, note: str | None) -> Pictures:
     return Pictures(
         [pictures.classes[k] for k in places],
         lambda position: pictures.read(places[position]),
-        (*pictures.notes, *([note] if left_out else [])),
+        (*pictures.notes, *([note] if note else [])),
         pictures.unreadable,
     )
