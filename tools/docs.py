@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ablations import ablation_tables, sensitivity_tables
 from reproducibility import counts
 
 from ratp.config import as_dict, switches
@@ -239,6 +240,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "pacs methods": partial(method_averages, PACS),
     "digits own optimiser": partial(method_averages, DIGITS, "own-optimiser", all_methods=False),
     "pacs own optimiser": partial(method_averages, PACS, "own-optimiser", all_methods=False),
+    "ablations": ablation_tables,
+    "sensitivity": sensitivity_tables,
     "guard table": guard_table,
     "guard margins": guard_margins,
     "guard recognition": guard_recognition,
