@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +36,15 @@ TINY: dict[str, Any] = {
 TINY_OPTIONS = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
 CLASSES = ("north", "east", "south", "west")
 CORNERS = ((0, 0), (0, 16), (16, 16), (16, 0))
+
+
+def load_tool(name: str) -> ModuleType:
+    """A program of the folder ``tools``, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    tool = importlib.util.module_from_spec(spec)
+    sys.modules[name] = tool  # dataclasses look their module up
+    spec.loader.exec_module(tool)
+    return tool
 
 
 def toy_domain(

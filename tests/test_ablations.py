@@ -1,21 +1,16 @@
 """The tables of the ablations: what is compared with what, what counts as confirmed, what is missing."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers import load_tool
 from ratp.matrix import Matrix
 from ratp.record import RunRecord
 from ratp.statistics import paired
 from ratp.streams.benchmarks import DIGITS
 
-ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("ablations", ROOT / "tools" / "ablations.py")
-tool = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = tool  # dataclasses look their module up
-SPEC.loader.exec_module(tool)
+tool = load_tool("ablations")
 
 ORDER = DIGITS.orders["reverse"]
 

@@ -1,12 +1,11 @@
 """REPRODUCIBILITY.md: what counts for a cell of the paper, what agrees, what depends on SYN."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from helpers import load_tool
 from ratp.errors import RatpError
 from ratp.matrix import METRICS, Matrix
 from ratp.plan import RunRequest, resolve
@@ -16,10 +15,7 @@ from ratp.statistics import summarise
 from ratp.streams.benchmarks import DIGITS, PACS
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("reproducibility", ROOT / "tools" / "reproducibility.py")
-tool = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = tool  # dataclasses look their module up
-SPEC.loader.exec_module(tool)
+tool = load_tool("reproducibility")
 
 ORDER = PACS.orders["default"]
 CELL = Published("main", 2, "pacs", ORDER, "default", "TDA", "A", "shot", 85.0)
