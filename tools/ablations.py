@@ -53,7 +53,7 @@ def known_study(name: str, results: Path = ROOT / "results") -> Study:
         results: The folder of all results.
     """
     study = read_study(STUDIES / f"{name}.toml", ROOT / "runs", RunRequest(device="cpu", weights=NO_WEIGHTS))
-    files = [*sorted((results / "digits").glob("*.json")), *sorted((results / "digits" / name).glob("*.json"))]
+    files = [path for folder in ("digits", name) for path in sorted((results / folder).glob("*.json"))]
     return study.with_results(map(read_run, files))
 
 
