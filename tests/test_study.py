@@ -129,6 +129,12 @@ class TestFiles:
         study = planned('title = "one\\ntwo"\n' + grid('variant = [{ name = "a\\n  b", method = "ratp" }]'))
         assert (study.title, study.entries[0].rows[0].label) == ("one two", "a b")
 
+    def test_grids_may_have_titles(self):
+        study = planned(grid('methods = ["ratp"]') + grid('title = "three\\nfour"\nmethods = ["tent"]'))
+        assert study.titles == study.results().titles == {1: "three four"}
+        with pytest.raises(ConfigError, match="grid 1: title must be a text"):
+            planned(grid('title = 3\nmethods = ["ratp"]'))
+
 
 DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
 

@@ -18,9 +18,6 @@ STUDIES = ROOT / "configs" / "paper"
 FULL = "ratp"
 NOT_RUN = "not run"
 
-# What the grids of ablations.toml are about, in their order.
-GROUPS = ("RandMix", "T2PL's labels", "PCA")
-
 
 @dataclass(frozen=True)
 class Line:
@@ -75,7 +72,7 @@ def ablation_tables(study: Study | None = None) -> str:
     """A table a group, with what the paper says of it and whether that is so here."""
     study = study or known_study("ablations")
     blocks = []
-    for grid, group in enumerate(GROUPS):
+    for grid, group in study.titles.items():
         found = lines(study, grid)
         rows = [_row(line, _base(line, found)) for line in found]
         head = [f"| {group} | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]

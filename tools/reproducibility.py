@@ -61,8 +61,8 @@ training, and every mean with such a number in it.
 
 * Digits: 20,000 images each of MNIST, MNIST-M, SVHN and SYN, where the usual collection has 34,000; all 9,298 of USPS.
 * SYN ({SYN}) is rendered anew after the published recipe and harder than the original.
-* MNIST-M is the original release, in which digits stand smaller than in the usual collection; pictures of USPS are filled
-  to the edge.
+* MNIST-M is the original release, in which digits stand smaller than in the usual collection; those of USPS fill their
+  pictures.
 * PACS went through WebP, and its images are resized before they are cropped. ResNet-50 starts from ImageNet weights
   whose convolutions are rounded to 16 bits.
 * DomainNet: there are no images of it here, so nothing has been run.

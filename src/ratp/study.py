@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -77,12 +77,14 @@ class Study:
         path: The file it was read from.
         folder: Folder of its runs.
         entries: Its runs, each once, in the order of the file.
+        titles: What its grids are about, by their number, of those that say so.
     """
 
     title: str
     path: Path
     folder: Path
     entries: tuple[Entry, ...]
+    titles: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -126,7 +128,7 @@ class Study:
             values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}
             settings = json.dumps(values, sort_keys=True)
             asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, settings))
-        return StudyRecord(self.title, told_apart(asked), self._usual())
+        return StudyRecord(self.title, told_apart(asked), self._usual(), self.titles)
 
     def _usual(self) -> dict[tuple[int, str], Any]:
         """The value of every swept switch in the grid's plain run."""

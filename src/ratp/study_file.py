@@ -3,6 +3,7 @@
     title = "RaTP and SHOT, two orders"
 
     [[grid]]
+    title = "RandMix"
     stream = "digits"
     orders = ["default", "reverse"]
     methods = ["ratp", "shot"]
@@ -18,7 +19,8 @@
     methods = ["ratp"]
     sweep = { r_con = [0.5, 0.9] }
 
-A grid is all its methods, variants and swept values, in all its orders, with all its seeds.
+A grid is all its methods, variants and swept values, in all its orders, with all its seeds. Its title, if it has one,
+stands above its figure in the report.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _Case = tuple[Row, str, str, Values]
 
 _TOP = {"title": str, "grid": list}
 _GRID: Mapping[str, type] = {
+    "title": str,
     "stream": str,
     "orders": list,
     "methods": list,
@@ -85,15 +88,18 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
     if not grids:
         problems.append("it has no runs: it needs a [[grid]] with a stream and methods.")
     cases: list[tuple[Row, RunRequest]] = []
+    titles: dict[int, str] = {}
     for number, grid in enumerate(grids if isinstance(grids, list) else []):
         reader = _GridReader(number, grid, base)
         cases += reader.cases()
         problems += reader.problems
+        if reader.title:
+            titles[number] = reader.title
     place = folder or Path("runs") / "studies" / safe_name(path.stem)
     entries, wrong = _entries(cases, place)
     if asked_wrongly or problems or wrong:
         raise ConfigError([*asked_wrongly, *(f"{path.name}: {p}" for p in dict.fromkeys([*problems, *wrong]))])
-    return Study(_line(content.get("title", path.stem)), path, place, entries)
+    return Study(_line(content.get("title", path.stem)), path, place, entries, titles)
 
 
 def _checked(base: RunRequest) -> tuple[RunRequest, list[str]]:
@@ -126,6 +132,11 @@ class _GridReader:
         self._grid: dict[str, Any] = {
             key: value for key, value in given.items() if isinstance(value, _GRID.get(key, ()))
         }
+
+    @property
+    def title(self) -> str:
+        """What it is about, if it says so."""
+        return _line(self._grid.get("title", ""))
 
     def cases(self) -> list[tuple[Row, RunRequest]]:
         """Every run asked for, in the order of the file."""

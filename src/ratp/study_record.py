@@ -59,11 +59,13 @@ class StudyRecord:
         title: What it is, in a line.
         runs: Its runs, each once, in the order of the file.
         usual: The value a swept switch has unless it is swept, by the number of the grid and the switch's name.
+        titles: What its grids are about, by their number, of those that say so.
     """
 
     title: str
     runs: tuple[AskedRun, ...]
     usual: Mapping[tuple[int, str], Any] = field(default_factory=dict)
+    titles: Mapping[int, str] = field(default_factory=dict)
 
     def records(self) -> list[RunRecord]:
         """The finished runs, each called as the study calls it; one that it calls by several names appears as often."""

@@ -302,6 +302,15 @@ class TestVariants:
         assert "missing" in [text.get_text() for text in second.texts]
         assert len(second.patches) == 3
 
+    @pytest.mark.parametrize(
+        ("titles", "told"),
+        [({0: "<b>RandMix</b>"}, "<b>RandMix</b>, demo"), ({}, "Methods and variants of grid 1, demo")],
+    )
+    def test_a_chart_is_called_as_its_grid_is(self, tmp_path, titles, told):
+        runs = [asked("ratp", (50, 80, 70)), asked("", (40, 60, 50), rows=(Row(0, "x", is_variant=True),))]
+        page = Page((write_study(study(*runs, titles=titles), tmp_path).parent / "index.html").read_text())
+        assert told in page.words
+
     def test_a_grid_without_variants_has_no_chart(self):
         assert variants(study(*TWO_ORDERS)) == []
 

@@ -98,8 +98,9 @@ def _variants(study: StudyRecord) -> Chapter:
     for grid in variants(study):
         caption = "Averages over domains."
         caption += " Error bars: one sample standard deviation over seeds." if several_seeds(grid.lines) else ""
-        title = f"Methods and variants of grid {grid.grid + 1}, {grid.stream}"
-        pictures.append(_picture(f"variants-{grid.grid + 1}", title, caption, variant_bars(grid)))
+        about = study.titles.get(grid.grid, f"Methods and variants of grid {grid.grid + 1}")
+        picture = _picture(f"variants-{grid.grid + 1}", f"{about}, {grid.stream}", caption, variant_bars(grid))
+        pictures.append(picture)
     return Chapter("What does each part bring?", "A figure a grid that has variants.", tuple(pictures))
 
 
