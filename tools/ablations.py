@@ -9,7 +9,9 @@ from pathlib import Path
 from ratp.matrix import METRICS, Metric
 from ratp.plan import NO_WEIGHTS, RunRequest
 from ratp.record import RunRecord, read_run
-from ratp.statistics import Paired, paired, summarise
+from ratp.report.cells import text
+from ratp.report.summary import Spread
+from ratp.statistics import Paired, paired
 from ratp.study import Study
 from ratp.study_file import read_study
 
@@ -96,22 +98,21 @@ def _row(line: Line, base: Line | None) -> str:
 def _cell(line: Line, base: Line | None, metric: Metric) -> str:
     """Mean and deviation and, of a variant, how far it lies from what it is a variant of, over the seeds both have."""
     values = line.averages(metric)
-    found = summarise(values.values())
-    text = f"{found.mean:.1f}" + ("" if found.is_single else f" ± {found.deviation:.1f}")
+    found = text(Spread.of(values.values()))
     if base is None or not values.keys() & base.runs.keys():
-        return text
-    return f"{text} ({_signed(paired(values, base.averages(metric)))})"
+        return found
+    return f"{found} ({_signed(paired(values, base.averages(metric)))})"
 
 
 def _signed(difference: Paired) -> str:
     reach = "" if difference.is_single else f" ± {difference.half_width:.1f}"
-    return f"{difference.mean:+.1f}".replace("-", "−") + reach
+    return f"{round(difference.mean, 1) + 0.0:+.1f}".replace("-", "−") + reach
 
 
 def _best(found: Sequence[Line]) -> str:
     """Whether the full RaTP leads its group, metric by metric, and what is missing to say so."""
     full = next(line for line in found if line.label == FULL)
-    said = [text for metric in METRICS if (text := _lead(full, found, metric))]
+    said = [lead for metric in METRICS if (lead := _lead(full, found, metric))]
     missing = [line.label for line in found if len(line.runs) < line.asked]
     if missing:
         said.append(f"not all run yet: {', '.join(missing)}")
@@ -152,9 +153,9 @@ def sensitivity_tables(study: Study | None = None) -> str:
     for name, unsorted in swept.items():
         runs = dict(sorted(unsorted.items()))
         values = [f"**{value:g}**" if value == usual.get((0, name)) else f"{value:g}" for value in runs]
-        text = [f"| `{name}` | {' | '.join(values)} |", "|---|" + "---:|" * len(runs)]
+        table = [f"| `{name}` | {' | '.join(values)} |", "|---|" + "---:|" * len(runs)]
         for metric in METRICS:
             cells = [f"{run.matrix.average(metric):.1f}" if run else NOT_RUN for run in runs.values()]
-            text.append(f"| {metric} | {' | '.join(cells)} |")
-        blocks.append("\n".join(text))
+            table.append(f"| {metric} | {' | '.join(cells)} |")
+        blocks.append("\n".join(table))
     return "\n\n".join(blocks)

@@ -27,9 +27,10 @@ from ratp.methods.ratp import RaTP
 from ratp.plan import preset_config
 from ratp.published import printed
 from ratp.record import RunRecord, read_run
+from ratp.report.cells import text
+from ratp.report.summary import Spread
 from ratp.report.tables import comparison_markdown
 from ratp.signs import LIMITS
-from ratp.statistics import summarise
 from ratp.stream import StreamSpec
 from ratp.streams.benchmarks import DIGITS, PACS
 
@@ -162,8 +163,7 @@ def method_averages(
 
 def _mean(values: list[float]) -> str:
     """The mean, with the standard deviation if there are several values."""
-    found = summarise(values)
-    return f"{found.mean:.1f}" + ("" if found.is_single else f" ± {found.deviation:.1f}")
+    return text(Spread.of(values))
 
 
 def _trials() -> list[dict[str, Any]]:
@@ -248,13 +248,13 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def generate(text: str) -> str:
+def generate(document: str) -> str:
     """A document with its generated parts made anew."""
     for name, make in PARTS.items():
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        if re.search(pattern, text, flags=re.S):
-            text = re.sub(pattern, lambda m, make=make: f"{m[1]}{make().rstrip()}\n{m[2]}", text, flags=re.S)
-    return text
+        if re.search(pattern, document, flags=re.S):
+            document = re.sub(pattern, lambda m, make=make: f"{m[1]}{make().rstrip()}\n{m[2]}", document, flags=re.S)
+    return document
 
 
 def main() -> None:
@@ -271,9 +271,9 @@ def main() -> None:
         if not check:
             kept.write_text(new)
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        text = path.read_text()
-        new = generate(text)
-        if new != text:
+        old = path.read_text()
+        new = generate(old)
+        if new != old:
             stale.append(path.name)
             if not check:
                 path.write_text(new)

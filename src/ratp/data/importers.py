@@ -77,9 +77,9 @@ def import_domain(
     pictures = _pictures(name, [found for path in inputs for found in recognised(path)])
     if classes is not None:
         pictures = selected(pictures, classes)
+    _check_digits(name, pictures)
     if at_most is not None:
         pictures = thinned(pictures, at_most)
-    _check_digits(name, pictures)
     return write_domain(
         name,
         pictures,

@@ -163,9 +163,9 @@ def domains_in(data: str, inputs: Sequence[Path]) -> Mapping[str, Sequence[Path]
     others: set[str] = set()
     rest: list[Path] = []
     for given in inputs:
-        collected = _collected(chosen, given)
-        rest += [] if collected else _unfolded(chosen, given)
-        for name, path in collected:
+        pairs = _collected(chosen, given)
+        rest += [] if pairs else _unfolded(chosen, given)
+        for name, path in pairs:
             found[name].append(path)
     for path in rest:
         names = _names(chosen, path)
@@ -174,25 +174,26 @@ def domains_in(data: str, inputs: Sequence[Path]) -> Mapping[str, Sequence[Path]
             found[name].append(path)
     known = {name: paths for name, paths in found.items() if _has_images(paths)}
     if not known:
+        collected = f", or files called {', '.join(files)}" if (files := _collection(chosen)) else ""
         seen = f"; found {', '.join(sorted(others)[:10])}" if others else ""
         raise RatpError(
             f"{', '.join(map(str, inputs))}: nothing of {data} is there. Expected folders or zips called "
-            f"{', '.join(chosen.domains)}, with a folder a class in them{_or_collected(chosen)}{seen}."
+            f"{', '.join(chosen.domains)}, with a folder a class in them{collected}{seen}."
         )
     return known
 
 
+def _collection(chosen: DataSet) -> dict[str, str]:
+    """The domains by what their files are called in a collection of all of them."""
+    return {name: source.name for source in chosen.domains.values() for name in source.collected}
+
+
 def _collected(chosen: DataSet, path: Path) -> list[tuple[str, Path]]:
-    """The files in a folder, or the file itself, that are called as in a collection, each with its domain."""
-    names = [(source.name, name) for source in chosen.domains.values() for name in source.collected]
-    if path.is_dir():
-        return [(domain, file) for domain, name in names for file in sorted(path.rglob(name))]
-    return [(domain, path) for domain, name in names if path.name == name]
-
-
-def _or_collected(chosen: DataSet) -> str:
-    names = [name for source in chosen.domains.values() for name in source.collected]
-    return f", or files called {', '.join(names)}" if names else ""
+    """The files in a folder, or the file itself, that are called as in a collection, each once and with its domain."""
+    found: dict[str, Path] = {}
+    for file in sorted(path.rglob("*.mat")) if path.is_dir() else [path]:
+        found.setdefault(file.name, file)
+    return [(domain, found[name]) for name, domain in _collection(chosen).items() if name in found]
 
 
 def _unfolded(chosen: DataSet, path: Path) -> list[Path]:

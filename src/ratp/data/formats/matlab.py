@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ def read_mat(path: Path) -> list[tuple[Array, Array]]:
     Raises:
         RatpError: If it is damaged, or holds no known names.
     """
-    from scipy.io import loadmat, whosmat  # type: ignore[import-untyped]
+    from scipy.io import whosmat  # type: ignore[import-untyped]
 
     try:
         listed = {name: (shape, kind) for name, shape, kind in whosmat(path)}
@@ -51,28 +53,27 @@ def read_mat(path: Path) -> list[tuple[Array, Array]]:
             raise RatpError(f"{path}: expected {name} to be an array of numbers, found a {kind}.")
         if math.prod(shape) * _NUMBERS[kind] > MOST_BYTES:
             raise RatpError(f"{path}: {name} of shape {shape} is larger than the {MOST_BYTES:,} bytes allowed.")
-    try:
-        arrays = loadmat(path, variable_names=wanted, verify_compressed_data_integrity=True)
-    except Exception as error:  # as above
-        raise RatpError(f"{path} is damaged: {error or type(error).__name__}. Download it again.") from error
+    arrays = _loaded(path, wanted)
     return [_digits(arrays[a], arrays[b], f"{path}, {a} and {b}") for a, b in paired(listed, str(path))]
+
+
+def _loaded(path: Path, names: Sequence[str]) -> dict[str, Array]:
+    from scipy.io import loadmat
+
+    try:
+        arrays: dict[str, Array] = loadmat(path, variable_names=names, verify_compressed_data_integrity=True)
+    except Exception as error:  # damaged files make the reader raise whatever it happens to stumble over
+        raise RatpError(f"{path} is damaged: {error or type(error).__name__}. Download it again.") from error
+    return arrays
 
 
 def _usps_cells(path: Path) -> list[tuple[Array, Array]]:
     """USPS as Digits-Five has it: four cells, a row each for training and test, with images and digits."""
-    from scipy.io import loadmat
-
-    try:
-        _check_unpacked_size(path)
-        rows = loadmat(path, variable_names=[CELLS], verify_compressed_data_integrity=True)[CELLS]
-        parts = [(np.asarray(rows[k, 0]), np.asarray(rows[k, 1])) for k in range(2)]
-    except RatpError:
-        raise
-    except Exception as error:  # as in read_mat
-        raise RatpError(f"{path} is damaged: {error or type(error).__name__}. Download it again.") from error
+    _check_unpacked_size(path)
     found = []
-    for k, (images, digits) in enumerate(parts):
-        origin = f"{path}, row {k + 1} of {CELLS}"
+    for number, row in enumerate(_loaded(path, [CELLS])[CELLS], start=1):
+        images, digits = map(np.asarray, row)
+        origin = f"{path}, row {number} of {CELLS}"
         if images.dtype.kind not in "uif" or digits.dtype.kind not in "uif" or images.ndim != 4 or images.shape[1] != 1:
             raise RatpError(f"{origin}: expected N × 1 × height × width numbers, found {images.shape}, {images.dtype}.")
         found.append(_digits(images[:, 0], digits, origin))
@@ -82,7 +83,7 @@ def _usps_cells(path: Path) -> list[tuple[Array, Array]]:
 def _check_unpacked_size(path: Path) -> None:
     """Raises an error if what a MATLAB file holds is larger than allowed: of cells, a listing does not say it."""
     left = MOST_BYTES
-    with path.open("rb") as file:
+    with path.open("rb") as file, suppress(zlib.error):  # what is damaged, its reader tells
         order = "<" if file.read(_HEAD_BYTES).endswith(b"IM") else ">"
         while len(tag := file.read(8)) == 8:
             kind, length = struct.unpack(f"{order}II", tag)
