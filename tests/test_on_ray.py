@@ -167,7 +167,7 @@ class TestResults:
             assert kinds == [(kind, stage) for stage in range(4) for kind in (StageStarted, StageFinished)]
             assert study.record(entry).environment["threads"] == 1
             assert files_of(entry.folder).keys() == files_of(four.folder / entry.name).keys()
-        assert not list(cluster.glob(f"{WORKPLACE}*"))
+        wait_until(lambda: not list(cluster.glob(f"{WORKPLACE}*")))  # workers tidy up after their last word
 
     def test_as_the_command_line_tells(self, four, cluster, tmp_path):
         options = ("--out", tmp_path / "runs", "--device", "cpu", "--weights", "none", "--on", "ray", "--jobs", 1)
@@ -246,7 +246,7 @@ class TestInterruption:
         assert states.count("interrupted") >= 1
         assert {*states} <= {"interrupted", "waiting"}
         wait_until(all_idle)
-        assert not list(cluster.glob(f"{WORKPLACE}*"))
+        wait_until(lambda: not list(cluster.glob(f"{WORKPLACE}*")))  # workers tidy up after their last word
         interrupted = [entry for entry in study.entries if study.state(entry) == "interrupted"]
         on_workers(study)
         assert_same_results(study, four)
