@@ -90,6 +90,7 @@ def test_what_is_said_of_a_group(study):
         ((0.0, 0.0, 0.0), "within the spread"),
         ((1.0,), "so with one seed"),
         ((-1.0,), "not so with one seed"),
+        ((-0.03,), "a tie with one seed"),
     ],
 )
 def test_verdicts(differences, said):

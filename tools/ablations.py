@@ -132,7 +132,8 @@ def _lead(full: Line, found: Sequence[Line], metric: Metric) -> str:
 def verdict(difference: Paired) -> str:
     """What the differences ours − theirs say of the claim that ours is better."""
     if difference.is_single:
-        return "so with one seed" if difference.mean > 0 else "not so with one seed"
+        lead = round(difference.mean, 1)
+        return f"{'so' if lead > 0 else 'not so' if lead < 0 else 'a tie'} with one seed"
     if difference.low > 0:
         return "confirmed"
     if difference.high < 0:

@@ -21,11 +21,11 @@ from ablations import ablation_tables, sensitivity_tables
 from reproducibility import counts
 
 from ratp.config import as_dict, switches
-from ratp.matrix import METRICS
+from ratp.matrix import METRICS, Metric
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
 from ratp.plan import preset_config
-from ratp.published import printed
+from ratp.published import SPELLING, printed
 from ratp.record import RunRecord, read_run
 from ratp.report.cells import text
 from ratp.report.summary import Spread
@@ -161,6 +161,37 @@ def method_averages(
     return "\n".join(lines)
 
 
+# What stands in the table of frames: a method, a metric and the methods of the paper it is compared with.
+FRAMED: tuple[tuple[str, Metric, tuple[str, ...]], ...] = (
+    ("source-only", "TDG", ("t3a", "tent")),
+    ("ratp", "TDG", ("ratp",)),
+    ("ratp", "TDA", ("ratp",)),
+    ("ratp", "FA", ("ratp",)),
+)
+
+
+def frames_tables() -> str:
+    """Digits as they are and with other frames: source-only training and RaTP, a table an order."""
+    folder = ROOT / "results" / DIGITS.name
+    blocks = []
+    for name, suffix in (("default", ""), ("reverse", "-US-SD-SN-MM-MT")):
+        order = DIGITS.orders[name]
+        names = [*order, "average"]
+        lines = [f"| {'>'.join(order)} | pictures | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
+        for method, metric, compared in FRAMED:
+            for pictures, place in (("as they are", folder), ("other frames", folder / "frames")):
+                matrix = read_run(place / f"{method}-2022{suffix}.json").matrix
+                ours = matrix.metric(metric) | {"average": matrix.average(metric)}
+                cells = [f"{ours[n]:.1f}" if n in ours else "–" for n in names]
+                lines.append(f"| `{method}`, {metric} | {pictures} | {' | '.join(cells)} |")
+            paper = [[printed(DIGITS.name, order, metric, n, other) for other in compared] for n in names]
+            cells = [", ".join(f"{v:.1f}" for v in some if v is not None) or "–" for some in paper]
+            whose = " and ".join(SPELLING[other] for other in compared)
+            lines.append(f"| *{whose}, {metric}* | *the paper's* | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
 def _mean(values: list[float]) -> str:
     """The mean, with the standard deviation if there are several values."""
     return text(Spread.of(values))
@@ -240,6 +271,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "pacs methods": partial(method_averages, PACS),
     "digits own optimiser": partial(method_averages, DIGITS, "own-optimiser", all_methods=False),
     "pacs own optimiser": partial(method_averages, PACS, "own-optimiser", all_methods=False),
+    "frames": frames_tables,
     "ablations": ablation_tables,
     "sensitivity": sensitivity_tables,
     "guard table": guard_table,

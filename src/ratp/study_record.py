@@ -50,6 +50,11 @@ class AskedRun:
     record: RunRecord | None = None
     settings: str = ""
 
+    @property
+    def own_rows(self) -> tuple[Row, ...]:
+        """Its rows but for those of sweeps."""
+        return tuple(row for row in self.rows if row.sweep is None)
+
 
 @dataclass(frozen=True)
 class StudyRecord:
@@ -68,13 +73,22 @@ class StudyRecord:
     titles: Mapping[int, str] = field(default_factory=dict)
 
     def records(self) -> list[RunRecord]:
-        """The finished runs, each called as the study calls it; one that it calls by several names appears as often."""
-        return [
-            replace(run.record, name=label)
-            for run in self.runs
-            if run.record is not None
-            for label in dict.fromkeys(row.label for row in run.rows)
-        ]
+        """The finished runs, each called as the study calls it; one that it calls by several names appears as often.
+
+        A swept value that makes no difference goes by the name it has without, where the study has that, too.
+        """
+        return [record for run in self.runs for record in _named(run, run.own_rows or run.rows)]
+
+    def records_by_row(self) -> list[RunRecord]:
+        """The finished runs by all names that any row has."""
+        return [record for run in self.runs for record in _named(run, run.rows)]
+
+
+def _named(run: AskedRun, rows: Sequence[Row]) -> list[RunRecord]:
+    """A run by the names that some rows have; none if it has not come to its end."""
+    if run.record is None:
+        return []
+    return [replace(run.record, name=label) for label in dict.fromkeys(row.label for row in rows)]
 
 
 def told_apart(runs: Sequence[AskedRun]) -> tuple[AskedRun, ...]:

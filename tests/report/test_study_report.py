@@ -154,6 +154,12 @@ def printed(found, width=80):
 
 
 class TestIntervals:
+    def test_they_end_where_accuracies_do(self, tmp_path):
+        runs = [asked("ratp", (30, 60, 99), seed=1), asked("ratp", (50, 99, 60), seed=2)]
+        markdown = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
+        (cells,) = lines_of(markdown, "demo: a > b > c, averages").values()
+        assert [cell.split("[")[1] for cell in cells[1:]] == ["0.0, 100.0]"] * 3
+
     def test_they_are_students(self, tmp_path):
         runs = [asked("ratp", (tdg, 80, 70), seed=tdg) for tdg in (50, 52, 54)]
         text = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
@@ -327,6 +333,13 @@ class TestSweeps:
         assert all(y != y for y in (line.get_ydata()[1] for line in curves)), "a missing value is a gap"
         assert default.get_xdata()[0] == 0.5
         assert ax.get_xlabel() == "r_con"
+
+    def test_the_default_among_the_values_is_one_row_of_the_averages(self, tmp_path):
+        rows = Row(0, "ratp"), Row(0, "ratp, r_con 0.5", ("r_con", 0.5))
+        runs = [asked("", (50, 81, 71), rows=rows), *swept({0.9: (52, 83, 73)})]
+        markdown = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
+        assert list(lines_of(markdown, "demo: a > b > c, averages")) == ["ratp", "ratp, r_con 0.9"]
+        assert list(lines_of(markdown, "r_con on demo: a > b > c")) == ["0.5", "0.9"]
 
     def test_a_default_that_is_not_among_the_values_is_not_marked(self):
         (found,) = sweeps(study(*swept({0.9: (52, 83, 73), 0.5: (50, 81, 71)}), usual={(0, "r_con"): 0.6}))

@@ -48,10 +48,10 @@ class Value:
 
     @staticmethod
     def with_interval(summary: Summary | None, place: int = 0) -> Value:
-        """A mean over the seeds and its confidence interval."""
+        """A mean accuracy over the seeds and its confidence interval, as far as accuracies go."""
         if summary is None:
             return Value()
-        spread = "" if summary.is_single else f" [{number(summary.low)}, {number(summary.high)}]"
+        spread = "" if summary.is_single else f" [{number(max(summary.low, 0))}, {number(min(summary.high, 100))}]"
         return Value(summary.mean, number(summary.mean), spread, summary, place, summary.is_single)
 
 

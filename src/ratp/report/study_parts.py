@@ -200,7 +200,7 @@ def _grid(study: StudyRecord, grid: int) -> tuple[str, tuple[Order, ...], list[R
 def _lines(study: StudyRecord, stream: str, labels: Container[str]) -> Lines:
     """The finished runs on a stream by label and order, in the order of the file."""
     found: dict[str, dict[Order, list[RunRecord]]] = {}
-    for run in study.records():
+    for run in study.records_by_row():
         if run.config["stream"] == stream and run.name is not None and run.name in labels:
             found.setdefault(run.name, {}).setdefault(run.matrix.domains, []).append(run)
     return {
