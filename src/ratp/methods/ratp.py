@@ -7,7 +7,7 @@ RandMix augments, T2PL labels, PCA aligns; distillation and an exemplar memory h
   is confident about get a RandMix copy; loss CE + PCA + distillation from the model before the stage.
 * After a stage: exemplars go to the memory, the model becomes the old model.
 
-For ablations (section 4.3 of the paper) other labels can take the place of T2PL's, other losses that of PCA, and
+For ablations (section 3.2 of the paper) other labels can take the place of T2PL's, other losses that of PCA, and
 RandMix can be left out: switches ``labelling``, ``alignment`` and ``augment``.
 
 The paper and its published code differ in many places. Each that changes behaviour is a switch of

@@ -1,4 +1,4 @@
-"""Prototype contrastive alignment (PCA), Deja Vu (ICLR 2023), section 3.3.
+"""Prototype contrastive alignment (PCA), Deja Vu (ICLR 2023), section 2.4.
 
 The rows of the bias-free classifier are the class prototypes. Each sample is pulled towards the
 prototype of its class, in the current and in the old model, and pushed from the other prototypes and from

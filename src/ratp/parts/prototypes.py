@@ -1,6 +1,6 @@
 """Prototype learning without the classifier: class means of features, averaged over domains.
 
-RaTP's ablation (Deja Vu, ICLR 2023, section 4.3) names it "PL"; the form is the plain one. Every domain that has a
+RaTP's ablation (Deja Vu, ICLR 2023, section 3.2) names it "PL"; the form is the plain one. Every domain that has a
 class gives the mean of its features of unit length, and the prototype is the mean of these means.
 """
 

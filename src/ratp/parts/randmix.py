@@ -1,4 +1,4 @@
-"""RandMix: augmentation by random autoencoders that are never trained, Deja Vu (ICLR 2023), section 3.1.
+"""RandMix: augmentation by random autoencoders that are never trained, Deja Vu (ICLR 2023), section 2.2.
 
 Every branch is a convolution, a noisy instance normalisation (AdaIN) and a transposed convolution with
 random weights, with its own kernel size:

@@ -1,4 +1,4 @@
-"""Top² pseudo labelling (T2PL), Deja Vu (ICLR 2023), section 3.2.
+"""Top² pseudo labelling (T2PL), Deja Vu (ICLR 2023), section 2.3.
 
 Twice the most reliable samples are taken per class: first by confidence, to build class centroids, then by
 closeness to these centroids, to fit a k-nearest-neighbour classifier that labels every sample.
