@@ -16,7 +16,7 @@ from ratp.events import StageStarted, Trained
 from ratp.files import read_json
 from ratp.methods import METHODS
 from ratp.precision import single_precision, use_precision
-from ratp.run import NumbersWarning, Run
+from ratp.run import EnvironmentWarning, NumbersWarning, Run
 
 SIZES = {"epochs": 3, "steps": 4}
 BAD = 7  # an image that ruins every batch it is in
@@ -119,6 +119,25 @@ def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(pois
     finished = journal_of(tmp_path / "run", "stage_finished")
     assert [event.get("precision") for event in finished] == [None, "fp32", None]
     assert len(journal_of(tmp_path / "run", "stage_resumed")) == 1
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "tf32"), ("tf32", "fp32")])
+def test_a_run_that_moves_to_a_device_of_another_precision_was_not_tried_before(first, then, tmp_path):
+    events = Run(plan_of(precision=first), tmp_path / "run", save_every=3600).events()
+    next(event for event in events if isinstance(event, Trained) and event.stage == 1)
+    events.close()
+    with pytest.warns(EnvironmentWarning, match=f"{first} → {then}"):
+        Run(plan_of(precision=then), tmp_path / "run").execute()
+    assert [event.get("precision") for event in journal_of(tmp_path / "run", "stage_finished")] == [None] * 3
+
+
+def test_a_statistic_of_a_stage_that_is_no_number_is_left_out(tmp_path, monkeypatch):
+    """A mean over nothing, say, of a method of one's own."""
+    finish = training.SupervisedPhase.finish
+    monkeypatch.setattr(training.SupervisedPhase, "finish", lambda self: {**finish(self), "share": float("nan")})
+    run = Run(plan_of("source-only"), tmp_path / "run")
+    assert run.execute().matrix.complete
+    assert "share" not in journal_of(tmp_path / "run", "stage_finished")[0]["statistics"]
 
 
 def test_runs_that_begin_meanwhile_leave_single_precision_alone():

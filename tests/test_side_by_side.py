@@ -288,6 +288,11 @@ class TestInTurn:
         (record,) = run_all([Run(toy_plan(), tmp_path / "run")])
         assert record.matrix.complete
 
+    def test_one_of_several_has_a_thread_as_the_others_had(self, tmp_path):
+        """Threads to compute with decide the last bits."""
+        (record,) = run_all([Run(toy_plan(), tmp_path / "run")], at_once=2)
+        assert record.environment["threads"] == 1
+
     def test_nothing_to_run(self):
         assert run_all([]) == []
 

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import ratp.source_models as module
+import ratp.training as training
 from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
 from ratp.errors import TrainingError
+from ratp.events import StageStarted
 from ratp.notes import NotKeptWarning
-from ratp.run import Run
+from ratp.run import NumbersWarning, Run
 from ratp.source_models import SourceModels
 
 
@@ -242,6 +244,47 @@ def test_the_oldest_go(tmp_path, monkeypatch):
         for age, file in enumerate(sorted((tmp_path / "kept").iterdir(), key=lambda f: f.stat().st_mtime_ns)):
             os.utime(file, ns=(age, age))
     assert [models.find({"number": n}) is not None for n in range(4)] == [False, False, True, True]
+
+
+def test_what_killed_writers_left_goes_after_a_day(tmp_path):
+    models = SourceModels(tmp_path, {})
+    old, new = tmp_path / ".x.safetensors.part-1", tmp_path / ".x.safetensors.part-2"
+    for leftover in (old, new):
+        leftover.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    models.keep({}, {"tensor": torch.zeros(3)})
+    assert not old.exists() and new.exists()
+
+
+def test_a_thread_does_not_wait_for_itself(tmp_path):
+    """Two runs that one thread makes in turn: the second trains the network, too."""
+    both = [Run(toy_plan("source-only", seed=1), tmp_path / name, reuse_source=True).events() for name in "ab"]
+    for events in zip(*both, strict=True):
+        assert type(events[0]) is type(events[1])
+    assert not is_reused(tmp_path / "b")
+    assert same_tensors(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+    assert is_reused(run(tmp_path / "c", seed=1))
+
+
+def test_nobody_waits_for_a_network_that_was_trained_once_more_in_other_numbers(tmp_path, cache, monkeypatch):
+    step, lost = training.SupervisedPhase.step, [True]
+
+    def poisoned(self):
+        made = step(self)
+        return {name: value * float("nan") for name, value in made.items()} if any(lost) else made
+
+    monkeypatch.setattr(training.SupervisedPhase, "step", poisoned)
+    events = Run(replace(toy_plan("source-only"), precision="tf32"), tmp_path / "run", reuse_source=True).events()
+    begun = (event for event in events if isinstance(event, StageStarted))
+    next(begun)
+    assert [*cache.glob("*.lock")]
+    with pytest.warns(NumbersWarning):
+        next(begun)
+    lost.clear()
+    assert not [*cache.glob("*.lock")]
+    for _ in events:
+        pass
+    assert not [*cache.glob("*.safetensors")]
 
 
 def test_a_resumed_run_does_not_need_it(tmp_path, cache):

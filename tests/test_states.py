@@ -5,20 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import ratp.states
-from helpers import accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_plan
+from helpers import accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.errors import RunDirectoryError
 from ratp.events import StageFinished, StageStarted, Trained
 from ratp.files import is_whole, read_tensors, write_tensors
 from ratp.midstage import LATEST as CHECKPOINT
 from ratp.run import Run
 from ratp.schema import NewerFileError
-from ratp.states import BEFORE, LATEST, StateWarning
+from ratp.states import BEFORE, LATEST, States, StateWarning
+from ratp.stream import LoadedDomain
 
 FAULT = 2
 
@@ -165,6 +167,22 @@ class TestGoingBack:
         damage(stopped / LATEST)
         assert go_on(stopped, "after 2 of 3 stages") == [2]
         assert_same(stopped, whole)
+
+    def test_predictions_of_the_lost_model_are_made_anew(self, tmp_path, monkeypatch):
+        source, target = toy_domain("ink", 40), toy_domain("mud", 30)
+        plan = toy_plan("source-only", [source, target])
+        loaded = [LoadedDomain(source), LoadedDomain(target.unlabelled())]
+        plan = replace(plan, spec=replace(plan.spec, load=lambda *_: loaded))
+        with monkeypatch.context() as killed:  # just before the end
+            killed.setattr(States, "settle", lambda self: None)
+            Run(plan, tmp_path).execute()
+        (path,) = tmp_path.glob("predictions-*.csv")
+        made = path.read_bytes()
+        path.write_text("of another model")
+        damage(tmp_path / LATEST)
+        with pytest.warns(StateWarning):
+            Run(plan, tmp_path).execute()
+        assert path.read_bytes() == made
 
     def test_while_it_is_needed(self, stopped, whole):
         """The file goes while the run is under way: it says so, and never takes an untrained method instead."""

@@ -482,6 +482,19 @@ class TestStates:
         current.close()
         assert list(study.states().values()) == ["failed", "finished", "interrupted"]
 
+    @pytest.mark.parametrize(("left", "at_once"), [(1, 2), (2, None)])
+    def test_the_last_run_is_made_as_the_others_were(self, study, left, at_once):
+        """Of several runs on a processor each has a thread, whichever of them are left."""
+        asked = []
+
+        def make(runs, **options):
+            asked.append((len(runs), options["at_once"]))
+
+        for entry in study.entries[:left]:
+            shutil.rmtree(entry.folder)
+        run_study(study, on=make)
+        assert asked == [(left, at_once)]
+
     def test_a_failed_run_is_tried_again_and_the_failure_forgotten(self, study):
         entry = study.entries[1]
         kept = accuracy_of(entry.folder)

@@ -16,7 +16,7 @@ from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD, make_backbone
 from ratp.errors import ConfigError, RatpError
 from ratp.files import write_tensors
 from ratp.network import Network, NetworkConfig
-from ratp.weights import Weights, find_weights, load_backbone
+from ratp.weights import Weights, _published_by_timm, find_weights, load_backbone
 
 
 def small(seed=0):
@@ -241,6 +241,7 @@ class TestPublished:
         backbone, _ = make_backbone("resnet18")
         assert load_backbone(backbone, weights) == ("fc.weight", "fc.bias")
         assert torch.equal(backbone.conv1.weight, whole.conv1.weight)
+        assert find_weights("imagenet", "resnet18") is weights  # all runs of a study share them
 
     def test_without_a_connection_the_ways_out(self, cached):
         name = cached(b"", "resnet18-12345678.pth")
@@ -261,6 +262,12 @@ class TestPublished:
             stem = Path(torchvision.models.get_model_weights(name)["IMAGENET1K_V1"].url).stem
             assert len(bytes.fromhex(stem.rpartition("-")[2])) == 4
 
+    @pytest.fixture(autouse=True)
+    def _nothing_read_before(self):
+        _published_by_timm.cache_clear()
+        yield
+        _published_by_timm.cache_clear()
+
     def test_timms(self, monkeypatch):
         timm = pytest.importorskip("timm")
         create, asked = timm.create_model, []
@@ -275,8 +282,9 @@ class TestPublished:
         assert asked == [True]
         assert torch.equal(torch.get_rng_state(), before)
         assert weights.name == "mobilenetv3_small_050.lamb_in1k"
-        assert weights.sha256 == find_weights("imagenet", "timm:mobilenetv3_small_050").sha256
+        assert find_weights("imagenet", "timm:mobilenetv3_small_050") is weights
         torch.manual_seed(1)
+        _published_by_timm.cache_clear()
         assert weights.sha256 != find_weights("imagenet", "timm:mobilenetv3_small_050").sha256
 
     def test_timms_without_a_connection(self, monkeypatch):

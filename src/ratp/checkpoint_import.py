@@ -12,10 +12,9 @@ from torch import Tensor
 from ratp.backbones import NAMES, expected_tensors
 from ratp.checkpoint import read_pickle, state_dicts
 from ratp.errors import ConfigError, RatpError
-from ratp.files import read_tensors, write_tensors
+from ratp.files import read_tensors, sha256_of, write_tensors
 from ratp.fit import Fit, abbreviate, best_fit, refuse_non_numbers
 from ratp.schema import WEIGHTS
-from ratp.weights import sha256_of_file
 
 # What wrappers put before the names of a network.
 _WRAPPERS = frozenset({"module", "backbone", "encoder", "encoder_q", "model", "net", "network", "_orig_mod"})
@@ -118,6 +117,6 @@ def _write(source: Path, target: Path, backbone: str, fit: Fit, tensors: Mapping
     if odd:
         raise RatpError(f"{source} holds tensors that are sparse, quantised or without data: {abbreviate(odd)}.")
     refuse_non_numbers(source.name, kept)
-    about = {"backbone": backbone, "source": source.name, "source_sha256": sha256_of_file(source)}
+    about = {"backbone": backbone, "source": source.name, "source_sha256": sha256_of(source)}
     write_tensors(target, kept, WEIGHTS.marked(about))
-    return Imported(backbone, tuple(kept), fit.ignored, sha256_of_file(target))
+    return Imported(backbone, tuple(kept), fit.ignored, sha256_of(target))

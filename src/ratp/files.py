@@ -186,9 +186,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
-    """Replaces a safetensors file in one step; ``metadata`` is kept as JSON, with a hash of it and all tensors."""
+    """Replaces a safetensors file in one step; ``metadata`` is kept as JSON, with a hash of it and all tensors.
+
+    Raises:
+        RunDirectoryError: If the file cannot be written, with the reason.
+        ValueError: If the metadata holds numbers that JSON has none for.
+    """
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # none share memory
-    about = json.loads(json.dumps(dict(metadata or {})))
+    about = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
     about[_HASH] = _hash_of_file(plain, about)
     write_bytes(path, save(plain, metadata={"about": json.dumps(about)}))  # one key has one order
 
@@ -241,6 +246,12 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safe_name(name: str) -> str:

@@ -38,7 +38,6 @@ class Checkpoint:
         seconds: Time it had taken.
         statistics: What its finished phases had recorded.
         events: What the journal said of it.
-        precision: What it was computed in; None: an earlier version wrote it, which did not say.
     """
 
     stage: int
@@ -48,7 +47,6 @@ class Checkpoint:
     seconds: float = 0.0
     statistics: dict[str, float] = field(default_factory=dict)
     events: list[Mapping[str, Any]] = field(default_factory=list)
-    precision: str | None = None
 
 
 class Checkpoints:
@@ -79,7 +77,6 @@ class Checkpoints:
             "place": list(checkpoint.place),
             "done": checkpoint.done,
             "seconds": checkpoint.seconds,
-            "precision": checkpoint.precision,
             "changes": changes,
         }
         latest = self._folder / LATEST
@@ -124,7 +121,6 @@ class Checkpoints:
                 seconds=about["seconds"],
                 statistics=statistics,
                 events=events,
-                precision=about.get("precision"),
             )
         except NewerFileError:
             raise

@@ -207,7 +207,8 @@ class Run:
         """Says that the last state is lost, and removes what came after the one that the run goes on from."""
         self._journal.note("state_lost", what=lost, finished_stages=self.matrix.stages)
         with writing(self.folder):
-            (self.folder / "weights.safetensors").unlink(missing_ok=True)
+            for path in (self.folder / "weights.safetensors", *self.predictions):
+                path.unlink(missing_ok=True)
         if next(self._checkpoints.found(self.matrix.stages), None) is None:
             self._checkpoints.remove()
         self._states.go_back(state)
@@ -286,7 +287,7 @@ class Run:
     def _was_tried_again(self, stage: int) -> bool:
         """Whether the run was stopped in the second attempt at a stage."""
         checkpoint = next(self._checkpoints.found(stage), None)
-        return checkpoint is not None and checkpoint.precision not in (None, self.plan.precision)
+        return checkpoint is not None and any(event["event"] == "numbers_lost" for event in checkpoint.events)
 
     def _try_again(self, stage: int, batch: Path | None) -> Iterator[Event]:
         """A stage in single precision; ``batch`` says where its numbers were lost before."""
@@ -302,6 +303,8 @@ class Run:
     def _use(self, precision: Precision) -> None:
         """Builds the method for a precision, as the last finished stage left it."""
         self._precision = precision
+        if precision != self.plan.precision and self._models:
+            self._models.release()  # no network will be kept that others could wait for
         self._undo()
 
     def _look_for_batch(self, stage: int, error: NumbersLostError) -> Path | None:
@@ -337,7 +340,7 @@ class Run:
             for moment in train(work.phases, capture=self._captures, progress=work.progress):
                 saved = False
                 if not isinstance(moment, Tick):
-                    work.statistics |= moment
+                    work.statistics |= {n: value for n, value in moment.items() if math.isfinite(value)}
                     continue
                 work.done += moment.made
                 if moment.epoch_done:
@@ -418,8 +421,7 @@ class Run:
 
     def _save_checkpoint(self, work: Stage, seconds: float) -> None:
         """Keeps where a stage is."""
-        checkpoint = work.checkpoint(seconds, self._journal.of_stage(work.number))
-        self._checkpoints.save(replace(checkpoint, precision=self._precision))
+        self._checkpoints.save(work.checkpoint(seconds, self._journal.of_stage(work.number)))
 
     def _check_weights(self, work: Stage) -> None:
         """Raises an error if the last update made something that is no number."""

@@ -51,7 +51,8 @@ def run_all(
     Args:
         runs: What to run, each with a directory of its own.
         at_once: How many at the same time; by default as many as cores, on a GPU eight with DTN and one with larger
-            networks. With 1, runs follow one another in this thread, each as by ``execute``.
+            networks. With 1, runs follow one another in this thread, each as by ``execute``; so does one alone, unless
+            this says that it is one of several, which on a processor have a thread each.
         on_event: Told what happens in which run, by one thread at a time. What it raises stops all runs.
         on_end: Told what became of a run, likewise; the run is then made to forget its images and networks.
 
@@ -95,10 +96,10 @@ def _lanes(runs: Sequence[Run], at_once: int | None) -> Sequence[Lane]:
     count = min(len(runs), at_once or auto(runs, device))
     if device.type == "cuda":
         count = min(count, most_in_process(runs))
+    if device.type != "cuda":  # threads to compute with decide the last bits: they depend on what was asked for alone
+        return [] if (at_once or count) == 1 else [_ProcessLane() for _ in range(count)]
     if count == 1:
         return []
-    if device.type != "cuda":
-        return [_ProcessLane() for _ in range(count)]
     torch.cuda.synchronize(device)  # what was built so far was built on another stream
     return stream_lanes(device, count)
 

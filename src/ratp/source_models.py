@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,12 +24,16 @@ from torch import Tensor, nn
 
 from ratp.environment import code_hash
 from ratp.errors import RunDirectoryError
-from ratp.files import read_tensors, write_tensors
+from ratp.files import is_leftover, read_tensors, write_tensors
 from ratp.notes import Note, note_not_kept
 from ratp.schema import SOURCE_MODEL
 
 # Networks kept; the one that was used least recently goes first.
 MOST = 40
+DAY = 24 * 60 * 60.0
+
+# The locks that a thread of this process has: a thread that waited for itself would wait forever.
+_HOLDERS: dict[Path, int] = {}
 
 
 class WaitingWarning(Note):
@@ -66,18 +72,26 @@ class SourceModels:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_tensors(path, tensors, SOURCE_MODEL.marked({"key": path.stem}))
-            kept = sorted(self._folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-            for file in kept[:-MOST]:
-                file.unlink(missing_ok=True)
         except (OSError, RunDirectoryError) as error:
             note_not_kept("the source network", self._folder, error)
         self.release()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes networks beyond those that are kept, and what killed writers left; others may do the same."""
+        with suppress(OSError):
+            last_used = {file: file.stat().st_mtime for file in self._folder.iterdir() if file.suffix != ".lock"}
+            written = sorted((file for file in last_used if not is_leftover(file)), key=last_used.__getitem__)
+            stale = [file for file in last_used if is_leftover(file) and last_used[file] < time.time() - DAY]
+            for file in (*written[:-MOST], *stale):
+                file.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Lets the others go on, whether something was kept or not."""
         if self._held is not None:
             handle, lock = self._held
             self._held = None
+            _HOLDERS.pop(lock, None)
             with suppress(OSError):
                 lock.unlink()  # who waits for it has it open, and then finds it gone
             os.close(handle)
@@ -86,6 +100,8 @@ class SourceModels:
         """Makes others wait who look for the same, after waiting for one who did so; False: that is not possible."""
         self.release()
         lock = path.with_suffix(".lock")
+        if _HOLDERS.get(lock) == threading.get_ident():  # another run that this thread makes in turn with this one
+            return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             handle = _locked(lock)
@@ -95,6 +111,7 @@ class SourceModels:
         except OSError:  # not to be written, or a file system without locks
             return False
         self._held = handle, lock
+        _HOLDERS[lock] = threading.get_ident()
         return True
 
     def _path(self, key: Mapping[str, Any]) -> Path:

@@ -248,6 +248,8 @@ def run_study(
         if on_end is not None:
             on_end(entry, result)
 
+    if at_once is None and len(runs) == 1 < len(study.entries):
+        at_once = 2  # the last of several runs is made as the others were
     on(runs, at_once=at_once, on_event=seen, on_end=ended)
 
 

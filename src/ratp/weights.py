@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ratp.backbones import RESNETS, TIMM, check_backbone, timm_library
 from ratp.checkpoint import looks_like, read_pickle
 from ratp.errors import ConfigError, RatpError, unknown
-from ratp.files import read_tensors
+from ratp.files import hash_of, read_tensors, sha256_of
 from ratp.fit import OWN_PREFIX, best_fit, fitting_backbone, refuse_non_numbers
 from ratp.schema import WEIGHTS
 
@@ -127,10 +126,15 @@ def _read_file(asked: str, backbone: str) -> Weights:
         problem = looks_like(path)
         if problem:
             raise RatpError(f"the weights file {asked} {problem}.")
-        found = path.stat()
-        return _read_once(path, (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size))
+        return _read_once(path, _state_of(path))
     except OSError as error:
         raise ConfigError(f"cannot read the weights file {asked!r}: {error.strerror or error}.") from error
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes if a file does."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @lru_cache(maxsize=2)
@@ -138,7 +142,7 @@ def _read_once(path: Path, state: tuple[int, ...]) -> Weights:
     """The weights in a file: all runs of a study share them, as long as the file's state does not change."""
     tensors, about = read_tensors(path)
     WEIGHTS.read(about, path)
-    return Weights(path.name, sha256_of_file(path), tensors)
+    return Weights(path.name, sha256_of(path), tensors)
 
 
 def _published_by_torchvision(backbone: str) -> Weights:
@@ -150,13 +154,20 @@ def _published_by_torchvision(backbone: str) -> Weights:
     name = published.url.rpartition("/")[2]
     path = Path(torch.hub.get_dir()) / "checkpoints" / name
     download([published.url], path, None, manual=OTHERWISE)
-    digest = sha256_of_file(path)
-    wanted = Path(name).stem.rpartition("-")[2]  # torchvision's names end in the first digits of the hash
+    return _read_published_once(path, _state_of(path))
+
+
+@lru_cache(maxsize=2)
+def _read_published_once(path: Path, state: tuple[int, ...]) -> Weights:
+    """The weights in a file of torchvision's, likewise."""
+    digest = sha256_of(path)
+    wanted = path.stem.rpartition("-")[2]  # torchvision's names end in the first digits of the hash
     if not digest.startswith(wanted):
         raise RatpError(f"{path} is damaged: expected a sha256 {wanted}…, found {digest}. Delete it and retry.")
-    return Weights(name, digest, read_pickle(path))
+    return Weights(path.name, digest, read_pickle(path))
 
 
+@lru_cache(maxsize=2)
 def _published_by_timm(backbone: str) -> Weights:
     timm = timm_library()
     name = backbone.removeprefix(TIMM)
@@ -171,18 +182,4 @@ def _published_by_timm(backbone: str) -> Weights:
         raise RatpError(f"could not get timm's published weights for {name} ({reason}). {OTHERWISE}") from error
     tensors = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
     tag = model.pretrained_cfg.get("tag")
-    return Weights(f"{architecture}.{tag}" if tag else architecture, _sha256_of_tensors(tensors), tensors)
-
-
-def sha256_of_file(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return Weights(f"{architecture}.{tag}" if tag else architecture, hash_of(tensors), tensors)

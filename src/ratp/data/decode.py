@@ -90,7 +90,7 @@ class Picture(NamedTuple):
 
 
 def decode(data: bytes, size: tuple[int, int] | None) -> Decoded:
-    """Decodes an image file. Pillow is set up for it meanwhile, so one thread at a time may do this.
+    """Decodes an image file. Pillow is set up for it meanwhile, for all threads.
 
     Args:
         data: The file.

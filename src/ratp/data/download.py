@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from ratp.data.partial import DownloadError, Partial, Version, partial_of, sha256_of
+from ratp.data.partial import DownloadError, Partial, Version, partial_of
+from ratp.files import sha256_of
 from ratp.version import __version__
 
 __all__ = ["DownloadError", "Patience", "download", "open_web"]

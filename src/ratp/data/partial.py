@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import gzip
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ratp.errors import RatpError
+from ratp.files import sha256_of
 
 
 class DownloadError(RatpError):
@@ -186,9 +186,3 @@ def _hold(path: Path, file: BinaryIO) -> None:
     # The process that held it may have finished and renamed it between the opening and the lock.
     if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
         raise DownloadError(busy)
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
