@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ratp import LabelledDomain, Method, Network, Phase, Setting, UnlabelledDomain
+from ratp import LabelledDomain, Method, Phase, Setting, UnlabelledDomain
 from ratp.config import switch
 from ratp.inference import classify
 from ratp.method import pack, unpack
@@ -42,8 +42,7 @@ class SelfTraining(Method):
         self.setting, self.config = setting, config
         self.scaling = setting.scaling()
         self.stage = 0
-        with setting.randomness.scope("network"):
-            self.network = Network(setting.recipe.network, len(setting.classes)).to(setting.device)
+        self.network = setting.network()
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Learns from true labels."""
@@ -78,8 +77,8 @@ class SelfTrainingPhase(Phase):
         self._method = method
         self._images = images.to(setting.device)
         self._true_labels = None if labels is None else labels.to(setting.device)
-        self._batches = setting.randomness.generator("batches", method.stage, device=setting.device)
-        method.network.use_generator(setting.randomness.generator("dropout", method.stage, device=setting.device))
+        self._batches = setting.generator("batches", method.stage)
+        method.network.use_generator(setting.generator("dropout", method.stage))
         self._optimiser = StageSGD(method.network.parameters(), setting.recipe.lr, self.epochs, method.config.sgd)
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:

@@ -4,10 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 import ratp
+from helpers import toy_domains
 from ratp.cli.main import app
 from ratp.files import read_tensors
+from ratp.network import Network, NetworkConfig
+from ratp.stream import make_stream
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples" / "self_training.py")
@@ -39,6 +43,19 @@ def test_an_interrupted_method_file_ends_like_an_undisturbed_one(tmp_path):
         next(events)
     events.close()
     assert all(whole[name].equal(tensor) for name, tensor in weights(tmp_path / "cut", threshold=0.0).items())
+
+
+def test_it_starts_from_given_weights(tmp_path):
+    """And from the network that every other method starts from."""
+    given = Network(NetworkConfig(width=0.1), 10).backbone.state_dict()
+    save_file(given, tmp_path / "given.safetensors")
+    states = []
+    for method in (EXAMPLE, "source-only"):
+        request = ratp.RunRequest(method=method, changes=TINY, weights=str(tmp_path / "given.safetensors"))
+        states.append(ratp.resolve(request).build_method(make_stream("toy", toy_domains(), 1)).state())
+    own, other = states
+    assert all(own[f"network.backbone.{name}"].equal(tensor) for name, tensor in given.items())
+    assert all(own[name].equal(tensor) for name, tensor in other.items() if name.startswith("network."))
 
 
 def test_the_guide_quotes_the_example_as_it_is():
