@@ -66,6 +66,11 @@ def test_the_guide_quotes_the_example_as_it_is():
     assert all(line in source for line in quoted[1].splitlines())
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/add-a-method.md", "docs/architecture.md", "docs/methods.md"])
+def test_every_documented_name_is_at_the_door(document):
+    assert {*re.findall(r"\bratp\.(\w+)\(", (ROOT / document).read_text())} <= {*ratp.__all__}
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/add-a-method.md", "docs/ratp.md"])
 def test_every_documented_command_and_option_exists(document):
     import typer.main

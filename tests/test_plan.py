@@ -61,6 +61,15 @@ class TestResolving:
         assert repr(seed) in problem
         assert "e.g. 2022" in problem
 
+    def test_a_plan_loads_its_stream_with_its_own_share_and_seed(self):
+        first, second = (toy_plan(seed=seed, changes={"hold_out": 0.25}).load_stream() for seed in (1, 2))
+        assert [(len(target), len(test)) for target, test in zip(first.targets, first.tests[1:], strict=True)] == [
+            (24, 8),
+            (27, 9),
+        ]
+        assert not torch.equal(first.source.images, second.source.images)
+        assert not torch.equal(first.targets[0].images, second.targets[0].images)
+
     def test_a_plan_builds_its_method_without_touching_torchs_chance(self):
         torch.manual_seed(3)
         before = torch.random.get_rng_state()

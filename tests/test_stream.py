@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from helpers import toy_domain, toy_domains, toy_spec
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError, RatpError
+from ratp.plan import RunRequest, resolve
 from ratp.stream import DataOptions, make_stream, parse_order, stratified_mask
-from ratp.streams import STREAMS, find_stream, load_stream
+from ratp.streams import STREAMS, find_stream
 
 DEMO = STREAMS["demo"]
 CODES = list(DEMO.domains)
@@ -109,14 +110,8 @@ class TestFinding:
             assert len(set(order)) == len(order) >= 2
             assert set(order) <= set(spec.domains)
 
-    def test_loading_checks_name_and_order(self):
-        with pytest.raises(ConfigError, match="unknown stream"):
-            load_stream("nope")
-        with pytest.raises(ConfigError, match="unknown domain"):
-            load_stream("demo", "scan>phto")
-
     def test_it_is_loaded_in_its_order(self):
-        stream = load_stream("demo", "font>scan", subset=True)
+        stream = resolve(RunRequest("demo", order="font>scan", subset=True)).load_stream()
         assert (stream.order, stream.source.name, [t.name for t in stream.targets]) == (
             ("font", "scan"),
             "font",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ratp.record import RunRecord, read_run
     from ratp.run import Run
     from ratp.stream import DataOptions, Stream
-    from ratp.streams import load_stream
 
 __all__ = [
     "ConfigError",
@@ -40,7 +39,6 @@ __all__ = [
     "UnlabelledDomain",
     "__version__",
     "accuracy",
-    "load_stream",
     "read_run",
     "resolve",
 ]
@@ -58,7 +56,6 @@ _HOMES = {
     "record": ("RunRecord", "read_run"),
     "run": ("Run",),
     "stream": ("DataOptions", "Stream"),
-    "streams": ("load_stream",),
 }
 
 if not TYPE_CHECKING:

@@ -14,7 +14,7 @@ from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
 from ratp.errors import ConfigError, RatpError
 from ratp.plan import RunRequest, resolve
 from ratp.stream import DataOptions
-from ratp.streams import STREAMS, load_stream
+from ratp.streams import STREAMS
 from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -31,6 +31,10 @@ def _here(tmp_path, monkeypatch):
 def shared(name):
     path = SHARED / name
     return path if path.exists() else pytest.skip(f"no {path}")
+
+
+def load_digits(order="default", **asked):
+    return resolve(RunRequest("digits", order=order, **asked)).load_stream()
 
 
 class TestOrders:
@@ -133,7 +137,7 @@ class TestLoading:
 
     def test_codes_are_those_domains(self):
         made("digits", "folders")
-        source, *_, last = load_stream("digits", "US>MT", subset=True).fingerprints.items()
+        source, *_, last = load_digits("US>MT", subset=True).fingerprints.items()
         direct = STREAMS["digits"].load(["MT", "US"], 32, DataOptions())
         assert source == ("US", direct[1].domain.fingerprint())
         assert last == ("MT", direct[0].domain.fingerprint())
@@ -141,17 +145,17 @@ class TestLoading:
     def test_a_zip_is_what_ratp_puts_there_so_it_comes_first(self):
         made("digits", "zips")
         put(Path("data/mnist"), images(("north",)))
-        assert load_stream("digits").order[0] == "MT"
+        assert load_digits().order[0] == "MT"
 
     def test_an_order_may_name_some(self):
         for name in ("mnist", "usps"):
             put(Path("data") / name, images(TEN))
-        stream = load_stream("digits", "US>MT", subset=True)
+        stream = load_digits("US>MT", subset=True)
         assert (stream.order, len(stream.source), len(stream.targets[0])) == (("US", "MT"), 20, 30)
 
     def test_a_class_that_no_image_has(self):
         made("digits", "folders", classes=TEN[:9])
-        stream = load_stream("digits")
+        stream = load_digits()
         assert stream.classes == TEN
         assert "MT: no images of 9, so that cannot be learnt." in stream.notes
 
@@ -174,7 +178,7 @@ class TestLoading:
         put(Path("flat/mnist"), images(TEN, flat=True))
         put(Path("flat/usps"), images(TEN))
         with pytest.raises(RatpError, match="'MT' has no labels"):
-            load_stream("digits", "MT>US", subset=True, options=DataOptions(Path("flat")))
+            load_digits("MT>US", subset=True, data=DataOptions(Path("flat")))
 
 
 class TestFolder:
@@ -196,7 +200,7 @@ class TestFolder:
         refused(self.run("--out", "other", "--data", "nowhere"), "not in nowhere", out="other")
 
     def test_text_will_do_from_python(self, elsewhere):
-        assert load_stream("digits", "MT>US", subset=True, options=DataOptions(elsewhere)).order == ("MT", "US")
+        assert load_digits("MT>US", subset=True, data=DataOptions(elsewhere)).order == ("MT", "US")
 
     def test_nothing_there(self):
         message = refused(self.run(), "domains mnist, usps of digits are not in data")

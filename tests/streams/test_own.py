@@ -13,7 +13,7 @@ from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folder
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError
 from ratp.plan import RunRequest, resolve
-from ratp.streams import find_stream, load_stream
+from ratp.streams import find_stream
 from ratp.streams.own import RECIPE, from_file, from_paths, from_root
 
 
@@ -379,7 +379,7 @@ class TestFile:
 
     def test_it_loads_from_python(self):
         toml(GOOD + "[recipe]\nsize = 16\n")
-        stream = load_stream("yard.toml")
+        stream = resolve(RunRequest("yard.toml", device="cpu")).load_stream()
         assert (stream.order, stream.image_size) == (("day", "night"), (16, 16))
 
 

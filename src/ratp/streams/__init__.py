@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratp.errors import ConfigError, unknown
-from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
+from ratp.stream import StreamSpec
 from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS
 from ratp.streams.embedded import DEMO
 from ratp.streams.own import NAME as FOLDERS
@@ -42,31 +42,3 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:  # too long a name, or no permission
         return False
-
-
-def load_stream(
-    name: str,
-    order: str = "default",
-    seed: int = 2022,
-    *,
-    subset: bool = False,
-    hold_out: float = 0.0,
-    options: DataOptions | None = None,
-) -> Stream:
-    """Loads a stream by name.
-
-    Args:
-        name: Name of the stream, e.g. ``"demo"``, a ``.toml`` file or a folder of domains.
-        order: Name or spelling of the order of its domains.
-        seed: Seed of the split, where the data has no test part of its own.
-        subset: Whether the order may leave domains out.
-        hold_out: Share of every target that is tested on and not trained on.
-        options: How to read images from files.
-
-    Raises:
-        ConfigError: If stream, domain or order do not exist.
-    """
-    spec = find_stream(name)
-    codes = parse_order(order, spec, subset=subset)
-    domains = spec.load(codes, spec.recipe.size, options or DataOptions())
-    return make_stream(spec.name, domains, seed, hold_out=hold_out)
