@@ -15,9 +15,9 @@ from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
 from ratp.config import as_dict, switches
 from ratp.errors import ConfigError
 from ratp.method import Method
-from ratp.methods import METHODS
+from ratp.methods import METHODS, find_method
 from ratp.network import Network, NetworkConfig
-from ratp.plan import RunRequest, find_device, find_method, preset_config, resolve
+from ratp.plan import RunRequest, find_device, preset_config, resolve
 from ratp.recipe import Recipe
 from ratp.run import Run
 from ratp.stream import make_stream

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +19,8 @@ from ratp.environment import describe_environment
 from ratp.errors import ConfigError, unknown
 from ratp.guard import ACT, Mode, find_mode
 from ratp.method import Method, Setting
-from ratp.methods import METHODS
+from ratp.methods import METHODS, find_method
+from ratp.methods.own import file_hash
 from ratp.precision import Precision, find_precision
 from ratp.randomness import Randomness
 from ratp.recipe import Recipe, follow_backbone
@@ -39,7 +37,6 @@ from ratp.weights import Weights, find_weights
 T = TypeVar("T")
 DEFAULT_PRESET = "official"
 NO_WEIGHTS, PUBLISHED = "none", "imagenet"
-_USER_MODULE = "ratp_user_method_"
 
 OURS = "ratp.methods."
 
@@ -173,7 +170,7 @@ class RunPlan:
             "stream": self.spec.name,
             "order": list(self.order),
             "method": self.method.name,
-            "method_file": _file_hash(self.method),
+            "method_file": file_hash(self.method),
             "seed": self.seed,
             "recipe": decisive(self.recipe),
             "switches": decisive(self.config),
@@ -342,56 +339,6 @@ def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any])
     if problems:
         raise ConfigError(problems)
     return parts[0], parts[1]
-
-
-def find_method(name: str) -> type[Method]:
-    """The method called ``name``, or the one defined in the Python file ``name``.
-
-    Raises:
-        ConfigError: If there is none, with the nearest name.
-    """
-    if name.endswith(".py"):
-        return _method_from_file(Path(name))
-    if name not in METHODS:
-        raise ConfigError(unknown("method", name, METHODS) + " Or give the path of a .py file that defines one.")
-    return METHODS[name]
-
-
-def _file_hash(method: type[Method]) -> str | None:
-    """sha256 of the file of a user's own method: once it is edited, it is another method."""
-    _, marker, digest = method.__module__.partition(_USER_MODULE)
-    return digest if marker else None
-
-
-def _method_from_file(path: Path) -> type[Method]:
-    if not path.is_file():
-        raise ConfigError(f"method file {str(path)!r} does not exist.")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"{_USER_MODULE}{digest}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ConfigError(f"method file {str(path)!r} cannot be loaded: {type(error).__name__}: {error}.") from error
-    own = [
-        item
-        for item in vars(module).values()
-        if inspect.isclass(item) and issubclass(item, Method) and item.__module__ == module.__name__
-    ]
-    if len(own) != 1:
-        names = ", ".join(item.__name__ for item in own) or "none"
-        raise ConfigError(f"method file {str(path)!r} must define exactly one Method, found {names}.")
-    method = own[0]
-    abstract = sorted(method.__abstractmethods__)
-    missing = [n for n in ("name", "title", "family", "paper", "config_type") if not hasattr(method, n)]
-    if abstract or missing:
-        raise ConfigError(f"method {method.__name__} in {str(path)!r} lacks {', '.join([*missing, *abstract])}.")
-    if not is_dataclass(method.config_type):
-        raise ConfigError(f"config_type of {method.__name__} in {str(path)!r} must be a dataclass of switches.")
-    return method
 
 
 def preset_config(method: type[Method], preset: str) -> Any:

@@ -25,8 +25,8 @@ from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.method import Method
-from ratp.methods import METHODS
-from ratp.plan import DEFAULT_PRESET, RunRequest, find_method, resolve
+from ratp.methods import METHODS, find_method
+from ratp.plan import DEFAULT_PRESET, RunRequest, resolve
 from ratp.stream import Domain, parse_order
 from ratp.streams import STREAMS, find_stream
 

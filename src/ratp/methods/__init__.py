@@ -1,7 +1,10 @@
-"""The table of methods."""
+"""All methods: the table of those that come along, and anyone's own file."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ratp.errors import ConfigError, unknown
 from ratp.method import Method
 from ratp.methods.adabn import AdaBN
 from ratp.methods.adacontrast import AdaContrast
@@ -13,6 +16,7 @@ from ratp.methods.efdm import EFDM
 from ratp.methods.gsfda import GSFDA
 from ratp.methods.l2d import L2D
 from ratp.methods.oracle import Oracle
+from ratp.methods.own import from_file
 from ratp.methods.pcl import PCL
 from ratp.methods.pden import PDEN
 from ratp.methods.ratp import RaTP
@@ -49,3 +53,16 @@ METHODS: dict[str, type[Method]] = {
         AdaContrast,
     )
 }
+
+
+def find_method(name: str) -> type[Method]:
+    """The method called ``name``, or the one defined in the Python file ``name``.
+
+    Raises:
+        ConfigError: If there is none, with the nearest name.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    if name.endswith(".py"):
+        return from_file(Path(name))
+    raise ConfigError(unknown("method", name, METHODS) + " Or give the path of a .py file that defines one.")

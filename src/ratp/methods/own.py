@@ -1,0 +1,64 @@
+"""Methods of a user's own, each from one Python file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import ModuleType
+
+from ratp.errors import ConfigError
+from ratp.method import Method
+
+_MODULE = "ratp_user_method_"
+_DESCRIPTION = ("name", "title", "family", "paper", "config_type")
+
+
+def from_file(path: Path) -> type[Method]:
+    """The method a Python file defines.
+
+    Raises:
+        ConfigError: If the file cannot be loaded, or does not define exactly one whole method.
+    """
+    module = _loaded(path)
+    own = [
+        item
+        for item in vars(module).values()
+        if inspect.isclass(item) and issubclass(item, Method) and item.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        names = ", ".join(item.__name__ for item in own) or "none"
+        raise ConfigError(f"method file {str(path)!r} must define exactly one Method, found {names}.")
+    method = own[0]
+    lacking = [*(name for name in _DESCRIPTION if not hasattr(method, name)), *sorted(method.__abstractmethods__)]
+    if lacking:
+        raise ConfigError(f"method {method.__name__} in {str(path)!r} lacks {', '.join(lacking)}.")
+    if not is_dataclass(method.config_type):
+        raise ConfigError(f"config_type of {method.__name__} in {str(path)!r} must be a dataclass of switches.")
+    return method
+
+
+def file_hash(method: type[Method]) -> str | None:
+    """sha256 of the file of a user's own method: once it is edited, it is another method. None for ours."""
+    _, marker, digest = method.__module__.partition(_MODULE)
+    return digest if marker else None
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The file as a module, named by its contents."""
+    if not path.is_file():
+        raise ConfigError(f"method file {str(path)!r} does not exist.")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{_MODULE}{digest}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise ConfigError(f"method file {str(path)!r} cannot be loaded: {type(error).__name__}: {error}.") from error
+    return module
