@@ -61,6 +61,25 @@ class TestResolving:
         assert repr(seed) in problem
         assert "e.g. 2022" in problem
 
+    def test_an_order_may_be_a_list(self):
+        codes = ["font", "scan", "photo"]
+        for order in (codes, tuple(codes)):
+            assert resolve(RunRequest(order=order, subset=True)).order == tuple(codes)
+        assert resolve(RunRequest(order=["default"])).order == resolve(RunRequest()).order
+
+    @pytest.mark.parametrize("name", [item.name for item in fields(RunRequest)])
+    def test_none_is_the_default(self, name):
+        assert RunRequest(**{name: None}) == RunRequest()
+        assert resolve(RunRequest(**{name: None})).digest() == resolve(RunRequest()).digest()
+
+    def test_paths_and_devices_are_kept_as_texts(self, tmp_path):
+        day, night = tmp_path / "day", tmp_path / "night"
+        request = RunRequest(tmp_path, tmp_path / "my.py", device=torch.device("cpu"), source=day, targets=night)
+        assert (request.stream, request.method, request.device) == (str(tmp_path), f"{tmp_path}/my.py", "cpu")
+        assert (request.source, request.targets) == (str(day), (str(night),))
+        for targets in ([night], iter([night]), str(night)):
+            assert replace(request, targets=targets) == request
+
     def test_a_plan_loads_its_stream_with_its_own_share_and_seed(self):
         first, second = (toy_plan(seed=seed, changes={"hold_out": 0.25}).load_stream() for seed in (1, 2))
         assert [(len(target), len(test)) for target, test in zip(first.targets, first.tests[1:], strict=True)] == [
@@ -122,6 +141,34 @@ class TestMistakes:
     def test_each_is_told_with_what_is_valid(self, request_, told):
         (problem,) = mistakes(**request_)
         assert all(words in problem for words in told), problem
+
+    @pytest.mark.parametrize(
+        ("request_", "told"),
+        [
+            ({"stream": 5}, "stream must be a text, e.g. 'demo'; got 5."),
+            ({"method": METHODS["tent"]}, "method must be a name or the path of a .py file"),
+            ({"order": 5}, "order must be a text or a list of texts"),
+            ({"order": (1, 2)}, "got (1, 2)."),
+            ({"preset": 5}, "preset must be a text, e.g. 'official'"),
+            ({"changes": ["epochs=6"]}, "changes must be values by name, e.g. {'epochs': 6}"),
+            ({"device": []}, "device must be a text, e.g. 'auto'"),
+            ({"source": 5, "targets": "night"}, "source must be a path"),
+            ({"source": "day", "targets": 5}, "targets must be a list of paths"),
+            ({"source": "day", "targets": [None]}, "got (None,)."),
+            ({"data": "pictures"}, "data must be DataOptions"),
+            ({"weights": 5}, "weights must be a text"),
+            ({"precision": 32}, "precision must be a text"),
+            ({"guard": False}, "guard must be a text"),
+            ({"order": []}, "unknown order ''"),
+            ({"order": [], "subset": True}, "unknown order ''"),
+            ({"order": ["scan"], "subset": True}, "unknown order 'scan'"),
+            ({"order": ["scan", "scan"], "subset": True}, "repeats domain 'scan'"),
+            ({"order": ["scan", "phto"], "subset": True}, "Did you mean 'photo'?"),
+        ],
+    )
+    def test_what_is_of_a_wrong_kind_is_told_in_a_sentence(self, request_, told):
+        (problem,) = mistakes(**request_)
+        assert told in problem
 
     def test_a_gpu_that_is_not_here(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -229,8 +229,6 @@ def described(plan: RunPlan) -> dict[str, Any]:
     asked |= {
         "changes": {name: values[name] for name in request.changes},  # texts and numbers, as in config.json
         "device": str(plan.device),
-        "source": None if request.source is None else os.fspath(request.source),
-        "targets": _paths(request.targets),
         "data": {
             "folder": None if plan.data.folder is None else os.fspath(plan.data.folder),
             "on_bad": plan.data.on_bad,
@@ -262,11 +260,6 @@ def planned(work: Mapping[str, Any]) -> RunPlan:
     if _identity(plan) != work["same"]:
         raise OtherPlanError
     return plan
-
-
-def _paths(targets: Sequence[Path | str] | Path | str) -> list[str]:
-    """Targets as texts; one alone may be given without a list."""
-    return [os.fspath(path) for path in ([targets] if isinstance(targets, str | Path) else targets)]
 
 
 def _identity(plan: RunPlan) -> list[str]:

@@ -131,27 +131,26 @@ class Stream:
         return int(height), int(width)
 
 
-def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[str, ...]:
-    """An order of domains from its name or from its spelling, e.g. ``scan>photo>font>street``.
+def parse_order(asked: str | Sequence[str], spec: StreamSpec, *, subset: bool = False) -> tuple[str, ...]:
+    """An order of domains from its name, from its spelling, e.g. ``scan>photo>font>street``, or from a list.
 
     Args:
-        text: Name of an order of the stream, or codes joined by ``>``, ``→`` or commas.
+        asked: Name of an order of the stream, codes joined by ``>``, ``→`` or commas, or a list of codes.
         spec: The stream.
         subset: Whether domains may be left out.
 
     Raises:
         ConfigError: With every mistake: unknown, repeated and missing domains.
     """
+    text = asked if isinstance(asked, str) else ">".join(asked)
     if spec.needs_order and text.strip() == "default":
         example = ">".join(spec.domains)
         raise ConfigError(f"say in which order the domains arrive, the source first, e.g. --order '{example}'.")
     if text.strip() in spec.orders:
         return spec.orders[text.strip()]
-    codes = _split(text.replace("→", ">"))
-    if not all(code in spec.domains for code in codes):  # else a comma belongs to a name
-        codes = _split(text.replace("→", ">").replace(",", ">"))
+    codes = _split(asked, spec) if isinstance(asked, str) else list(asked)
     example = ">".join(spec.orders["default"])
-    if len(codes) == 1:
+    if len(codes) < 2:
         raise ConfigError(
             unknown("order", text, spec.orders)
             + f" Or write the domains one after another, e.g. '{example}', in quotes: a shell takes > for itself."
@@ -176,8 +175,11 @@ def parse_order(text: str, spec: StreamSpec, *, subset: bool = False) -> tuple[s
     return tuple(codes)
 
 
-def _split(text: str) -> list[str]:
-    return [code.strip() for code in text.split(">")]
+def _split(text: str, spec: StreamSpec) -> list[str]:
+    """The codes that a spelling joins. A comma joins, too, unless it belongs to a name."""
+    plain = text.replace("→", ">")
+    codes, further = ([code.strip() for code in t.split(">")] for t in (plain, plain.replace(",", ">")))
+    return codes if all(code in spec.domains for code in codes) else further
 
 
 def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, *, hold_out: float = 0.0) -> Stream:

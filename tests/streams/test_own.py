@@ -13,6 +13,7 @@ from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folder
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError
 from ratp.plan import RunRequest, resolve
+from ratp.run_process import described, planned
 from ratp.streams import find_stream
 from ratp.streams.own import RECIPE, from_file, from_paths, from_root
 
@@ -127,6 +128,12 @@ class TestPaths:
         request = RunRequest("folders", source="day", targets=["night", "rain"], weights="none")
         assert resolve(request).order == ("day", "night", "rain")
         assert resolve(RunRequest("folders", source="day", targets="night", weights="none")).order == ("day", "night")
+
+    def test_another_process_can_be_told_of_them(self):
+        order = ["night", "day"]
+        request = RunRequest("folders", order=order, source=Path("day"), targets=Path("night"), weights="none")
+        plan = planned(json.loads(json.dumps(described(resolve(request)))))
+        assert (plan.order, plan.request.source, plan.request.targets) == (("night", "day"), "day", ("night",))
 
     def test_each_request_has_a_folder_of_its_own(self):
         words = ["--method", "source-only", *OPTIONS, "--quiet"]
