@@ -14,10 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ratp import LabelledDomain, Method, Phase, Setting, UnlabelledDomain
-from ratp.config import switch
-from ratp.inference import classify
-from ratp.method import pack, unpack
+from ratp import LabelledDomain, Method, Phase, Setting, UnlabelledDomain, classify, pack, switch, unpack
 from ratp.parts.sgd import SGDConfig, StageSGD
 
 

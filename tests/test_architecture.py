@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ratp
+import ratp.errors
 
 ROOT = Path(ratp.__file__).parent
 FILES = {
@@ -218,10 +219,17 @@ def test_the_command_can_begin_before_torch_is_there():
 
 
 class TestPublic:
-    def test_there_are_about_fifteen_names(self):
-        assert 12 <= len(ratp.__all__) <= 20
+    def test_there_are_about_two_dozen_names(self):
+        assert 20 <= len(ratp.__all__) <= 28
         assert len(set(ratp.__all__)) == len(ratp.__all__)
         assert sorted(ratp.__all__) == ratp.__all__
+
+    def test_what_it_raises_and_returns_is_among_them(self):
+        errors = {
+            name for name, item in vars(ratp.errors).items() if inspect.isclass(item) and issubclass(item, Exception)
+        }
+        returned = {inspect.signature(f).return_annotation for f in (ratp.resolve, ratp.read_run, ratp.Run.execute)}
+        assert errors | returned <= {*ratp.__all__}
 
     @pytest.mark.parametrize("name", [n for n in ratp.__all__ if n != "__version__"])
     def test_each_exists_and_is_documented(self, name):

@@ -390,9 +390,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ratp.config import switch
-from ratp.method import Method, Phase, pack, unpack
-from ratp.network import Network
+from ratp import Method, Phase, pack, switch, unpack
 
 
 @dataclass(frozen=True)
@@ -414,8 +412,7 @@ class Centre(Method):
 
     def __init__(self, setting, config):
         self.setting, self.config, self.scaling = setting, config, setting.scaling()
-        with setting.randomness.scope("network"):
-            self.network = Network(setting.recipe.network, len(setting.classes))
+        self.network = setting.network()
 
     def source_phases(self, domain):
         return [Pull(self)]

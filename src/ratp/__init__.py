@@ -9,14 +9,16 @@ from ratp.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from ratp.config import switch
     from ratp.domain import LabelledDomain, UnlabelledDomain
-    from ratp.errors import ConfigError, RatpError
+    from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
     from ratp.evaluate import accuracy
+    from ratp.inference import classify
     from ratp.matrix import Matrix
     from ratp.memory import Memory
-    from ratp.method import Method, Phase, Setting
+    from ratp.method import Method, Phase, Setting, pack, unpack
     from ratp.network import Network
-    from ratp.plan import RunRequest, resolve
+    from ratp.plan import RunPlan, RunRequest, resolve
     from ratp.record import RunRecord, read_run
     from ratp.run import Run
     from ratp.stream import DataOptions, Stream
@@ -32,27 +34,36 @@ __all__ = [
     "Phase",
     "RatpError",
     "Run",
+    "RunDirectoryError",
+    "RunPlan",
     "RunRecord",
     "RunRequest",
     "Setting",
     "Stream",
+    "TrainingError",
     "UnlabelledDomain",
     "__version__",
     "accuracy",
+    "classify",
+    "pack",
     "read_run",
     "resolve",
+    "switch",
+    "unpack",
 ]
 
 # Loaded when first asked for: the command line has something to do before torch is there.
 _HOMES = {
+    "config": ("switch",),
     "domain": ("LabelledDomain", "UnlabelledDomain"),
-    "errors": ("ConfigError", "RatpError"),
+    "errors": ("ConfigError", "RatpError", "RunDirectoryError", "TrainingError"),
     "evaluate": ("accuracy",),
+    "inference": ("classify",),
     "matrix": ("Matrix",),
     "memory": ("Memory",),
-    "method": ("Method", "Phase", "Setting"),
+    "method": ("Method", "Phase", "Setting", "pack", "unpack"),
     "network": ("Network",),
-    "plan": ("RunRequest", "resolve"),
+    "plan": ("RunPlan", "RunRequest", "resolve"),
     "record": ("RunRecord", "read_run"),
     "run": ("Run",),
     "stream": ("DataOptions", "Stream"),
