@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import threading
 import time
@@ -225,7 +224,6 @@ def serve(channel: int, device: str, lanes: int) -> None:
         device: What to compute on.
         lanes: How many others there are at most.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process decides
     print_plainly()
     place = torch.device(device)
     if device == "cpu":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -33,10 +32,17 @@ from ratp.run import Run
 from ratp.stream import DataOptions
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_START = (
-    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); settings = json.loads(sys.argv[1]); "
-    "sys.path[:] = settings.pop('path'); from {module} import serve; serve(**settings)"
-)
+# Signals to all processes of a program reach this one, too; its parent decides, and closes the socket.
+_START = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+import json, sys
+settings = json.loads(sys.argv[1])
+sys.path[:] = settings.pop("path")
+from {module} import serve
+serve(**settings)
+"""
 # Seconds in which a process that is gone can be asked how it ended.
 _PATIENCE = 5.0
 _ERRORS: Mapping[str, type[RatpError]] = {kind.__name__: kind for kind in (RunDirectoryError, TrainingError, RatpError)}
@@ -324,7 +330,6 @@ def decoded(answer: dict[str, Any]) -> Event:
 
 def serve(channel: int) -> None:
     """Makes runs as asked for over a socket, until it is closed at the other end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process decides
     torch.set_num_threads(1)
     print_plainly()
     answer(socket.socket(fileno=channel), lambda work: same_run(work).events())

@@ -62,6 +62,32 @@ def test_at_any_moment(warm, command, untouched, tmp_path):
     assert_same(untouched.folder, folder)
 
 
+@pytest.mark.faults(18, "SIGTERM to all processes of a program, as systemd and Slurm send it, stops all runs at a step")
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_to_the_whole_group(devices, command, tmp_path):
+    """One by one in processes of their own, and in those of two devices."""
+    changed = {"epochs=4": "epochs=100000", "cpu": devices}
+    words = [changed.get(word, word) for word in map(str, rarely(command))]
+    words += ["--seed", "1", "--seed", "2", "--jobs", "2" if devices == "cpu" else "1", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, *WAYS["module"], *words], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
+    started = time.monotonic()
+    try:
+        while sum('"event": "epoch"' in journal.read_text() for journal in tmp_path.glob("*/journal.jsonl")) < 2:
+            assert process.poll() is None and time.monotonic() - started < DEADLINE
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        said = process.communicate(timeout=DEADLINE)[1].decode()
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert said.endswith("Interrupted. The same command goes on where it was.\n") and "Traceback" not in said
+    assert len(list(tmp_path.glob("*/checkpoint.safetensors"))) == 2
+
+
 def wait_for(process, library):
     """Waits until a process has begun to load a library: Python itself has started by then."""
     maps, started = Path(f"/proc/{process.pid}/maps"), time.monotonic()

@@ -84,7 +84,8 @@ def serve(requests: BinaryIO, answers: BinaryIO, size: tuple[int, int] | None, t
 
 def main() -> None:
     """Serves on the descriptor, and as the settings say, that the first argument names in JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and closes the socket
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a program
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and closes the socket
     package = ModuleType("ratp")
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules["ratp"] = package
