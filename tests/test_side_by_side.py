@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from ratp.network import NetworkConfig
 from ratp.plan import RunRequest, resolve
 from ratp.record import RunRecord, fingerprint_of
 from ratp.run import Run
+from ratp.run_process import answer
 from ratp.side_by_side import auto, run_all
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -169,6 +171,17 @@ class TestProcesses:
         assert "signal 9" in str(first)
         assert "signal 9" in str(second)
         assert isinstance(third, RunRecord)
+
+    @pytest.mark.parametrize("said", [b"", b'{"request": {"str', b"{}]\n"])
+    def test_who_asks_and_dies_is_not_waited_for(self, said):
+        """A request may be cut short."""
+        ours, theirs = socket.socketpair()
+        server = threading.Thread(target=answer, args=(theirs, None), daemon=True)
+        server.start()
+        with ours:
+            ours.sendall(said)
+        server.join(10)
+        assert not server.is_alive()
 
     def test_a_plan_made_by_hand_is_run_here(self, plan_of, tmp_path):
         """Its request says something else, and its images are nowhere but in this process; or they have changed."""

@@ -381,11 +381,13 @@ def answer(
 
 
 def _listen(requests: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any] | None], nobody: threading.Event) -> None:
-    with suppress(OSError):
-        for line in requests:
-            inbox.put(json.loads(line))
-    nobody.set()
-    inbox.put(None)
+    try:
+        with suppress(OSError, ValueError):  # who dies while asking leaves half a line
+            for line in requests:
+                inbox.put(json.loads(line))
+    finally:
+        nobody.set()
+        inbox.put(None)
 
 
 def same_run(work: Mapping[str, Any], *, wait: bool = False) -> Run:
