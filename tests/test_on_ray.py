@@ -362,6 +362,15 @@ def test_a_folder_can_be_continued_wherever_writing_stopped(four, tmp_path):
     assert {name for _, name in steps} == {BEFORE, *files_of(four.folder / entry.name)}
 
 
+def test_a_folder_that_cannot_be_used_is_its_runs_trouble(tmp_path):
+    """Any other error would stop all runs."""
+    (tmp_path / LATEST).mkdir()
+    with pytest.raises(RunDirectoryError, match=f"cannot write {tmp_path / LATEST}: Is a directory"):
+        on_ray._write(tmp_path, {LATEST: None})
+    with pytest.raises(RunDirectoryError, match=f"cannot read {tmp_path / 'gone'}: No such file"):
+        on_ray._files(tmp_path / "gone")
+
+
 def test_checkpoints_are_sent_too(four, tmp_path):
     """And whoever goes on begins with the latest."""
     entry, sent = four.entries[0], []

@@ -26,7 +26,7 @@ import torch
 
 from ratp.errors import ConfigError, RatpError, RunDirectoryError
 from ratp.events import Event, StageFinished, StageStarted
-from ratp.files import remove_leftovers, write_bytes
+from ratp.files import remove_leftovers, write_bytes, writing
 from ratp.lock import exclusive, is_held
 from ratp.midstage import LATEST as CHECKPOINT
 from ratp.notes import Note
@@ -380,7 +380,10 @@ def _needs(run: Run) -> dict[str, float]:
 
 def _files(folder: Path) -> dict[str, Path]:
     """All files of a run in its directory by name, in the order in which to write them."""
-    names = [item.name for item in folder.iterdir() if item.is_file() and _belongs(item.name)]
+    try:
+        names = [item.name for item in folder.iterdir() if item.is_file() and _belongs(item.name)]
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {folder}: {error.strerror}.") from error
     others = sorted({*names} - {*_FIRST, *_LAST})
     return {name: folder / name for name in (*_FIRST, *others, *_LAST) if name in names}
 
@@ -404,7 +407,8 @@ def _write(folder: Path, files: Mapping[str, bytes | None]) -> None:
         if not _belongs(name):
             raise RatpError(f"a worker sent a file called {name!r}, which does not belong into a run directory.")
         if data is None:
-            (folder / name).unlink(missing_ok=True)
+            with writing(folder / name):
+                (folder / name).unlink(missing_ok=True)
         else:
             write_bytes(folder / name, data)
 
