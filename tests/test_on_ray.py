@@ -25,7 +25,7 @@ from ratp.on_ray import WORKPLACE, RoomWarning, make_run, run_all_on_ray
 from ratp.plan import RunPlan, RunRequest
 from ratp.record import RunRecord
 from ratp.run import Run
-from ratp.run_process import described, options_of
+from ratp.run_messages import described, options_of
 from ratp.side_by_side import SMALL_ON_GPU, run_all
 from ratp.states import BEFORE
 from ratp.study import find_executor, run_study

@@ -28,7 +28,8 @@ from ratp.notes import print_plainly
 from ratp.plan import find_device
 from ratp.precision import find_precision
 from ratp.run import Run
-from ratp.run_process import ONE_THREAD, Process, ProcessGoneError, RunProcess, answer, same_run, start_process
+from ratp.run_messages import same_run
+from ratp.run_process import ONE_THREAD, Process, ProcessGoneError, RunProcess, answer, start_process
 from ratp.side_by_side import (
     EventsOf,
     Lane,

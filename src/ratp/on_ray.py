@@ -32,7 +32,8 @@ from ratp.midstage import LATEST as CHECKPOINT
 from ratp.notes import Note
 from ratp.run import Run
 from ratp.run_folder import holds_run
-from ratp.run_process import ONE_THREAD, OtherPlanError, decoded, described, encoded, fail, options_of, planned, told
+from ratp.run_messages import OtherPlanError, decoded, described, encoded, fail, options_of, planned, told
+from ratp.run_process import ONE_THREAD
 from ratp.side_by_side import Listener, Result, auto, check_at_once, memory_error
 
 # How often a run is sent out again because its worker died, unless it got further meanwhile.

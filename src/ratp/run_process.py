@@ -1,7 +1,7 @@
 """A run in another process, which has one thread to compute with.
 
-The process gets the request and resolves it again; a plan holds functions that cannot be sent. It answers with what
-happens, a JSON object a line, and stops at the next step when nobody listens any more.
+The process is asked for runs, and answers with what happens, as :mod:`ratp.run_messages` has it, a JSON object a line.
+It stops at the next step when nobody listens any more.
 """
 
 from __future__ import annotations
@@ -13,23 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from ratp.config import as_dict
-from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
-from ratp.method import Tick
+from ratp.errors import RatpError
+from ratp.events import Event
 from ratp.notes import print_plainly
-from ratp.plan import RunPlan, RunRequest, resolve
 from ratp.run import Run
-from ratp.stream import DataOptions
+from ratp.run_messages import decoded, encoded, fail, same_run, told, work_of
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Signals to all processes of a program reach this one, too; its parent decides, and closes the socket.
@@ -45,13 +39,7 @@ serve(**settings)
 """
 # Seconds in which a process that is gone can be asked how it ended.
 _PATIENCE = 5.0
-_ERRORS: Mapping[str, type[RatpError]] = {kind.__name__: kind for kind in (RunDirectoryError, TrainingError, RatpError)}
-_EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in (StageStarted, Probed, StageFinished)}
 Process = subprocess.Popen[bytes]
-
-
-class OtherPlanError(Exception):
-    """A plan is not what its request resolves to, so that no other process can make the run."""
 
 
 class ProcessGoneError(RatpError):
@@ -104,7 +92,7 @@ class RunProcess:
             OtherPlanError: If the run cannot be made elsewhere; nothing has been done then.
             RatpError: As in this process, or if the other one ends unexpectedly.
         """
-        work = json.dumps(_work(run, self._device)).encode()
+        work = json.dumps(work_of(run, self._device)).encode()
         self._start()
         ended = False
         try:
@@ -207,127 +195,6 @@ def start_process(
     return process, ours
 
 
-def _work(run: Run, device: torch.device | None) -> dict[str, Any]:
-    """All another process needs to make the same run, and to know that it is the same.
-
-    Raises:
-        OtherPlanError: If the plan was made by hand.
-    """
-    return {
-        **described(run.plan if device is None else replace(run.plan, device=device)),
-        "fingerprint": run.config["fingerprint"],
-        "folder": os.fspath(run.folder),
-        "options": options_of(run),
-    }
-
-
-def described(plan: RunPlan) -> dict[str, Any]:
-    """A plan as another process can be told of it: plain data, to resolve again.
-
-    Raises:
-        OtherPlanError: If the plan was made by hand.
-    """
-    request = plan.request
-    if request is None:
-        raise OtherPlanError
-    values = as_dict(plan.recipe) | as_dict(plan.config)
-    asked = {item.name: getattr(request, item.name) for item in fields(request)}
-    asked |= {
-        "changes": {name: values[name] for name in request.changes},  # texts and numbers, as in config.json
-        "device": str(plan.device),
-        "data": {
-            "folder": None if plan.data.folder is None else os.fspath(plan.data.folder),
-            "on_bad": plan.data.on_bad,
-            "extra_classes": plan.data.extra_classes,
-        },
-        "weights": plan.weights_from,  # auto may be something else there
-        "precision": plan.precision,
-        "guard": plan.guard,
-    }
-    return {"request": asked, "same": _identity(plan)}
-
-
-def options_of(run: Run) -> dict[str, Any]:
-    """How a run is made, beside its plan; it changes no result."""
-    return {name: getattr(run, name) for name in ("probe", "capture", "reuse_source", "features", "save_every")}
-
-
-def planned(work: Mapping[str, Any]) -> RunPlan:
-    """The plan that another process describes.
-
-    Raises:
-        ConfigError: If it cannot be made here.
-        OtherPlanError: If it is another here.
-    """
-    asked = dict(work["request"])
-    data = asked.pop("data")
-    folder = None if data["folder"] is None else Path(data["folder"])
-    plan = resolve(RunRequest(**asked, data=DataOptions(folder, data["on_bad"], data["extra_classes"])))
-    if _identity(plan) != work["same"]:
-        raise OtherPlanError
-    return plan
-
-
-def _identity(plan: RunPlan) -> list[str]:
-    """What two plans of one result have in common."""
-    return [plan.digest(), str(plan.device), plan.precision, plan.preset]
-
-
-def told(error: Exception) -> dict[str, Any]:
-    """An error as another process can be told of it."""
-    if isinstance(error, OtherPlanError):
-        return {"other": True}
-    if isinstance(error, ConfigError):
-        return {"kind": "ConfigError", "problems": error.problems}
-    if isinstance(error, RatpError):
-        return {"kind": type(error).__name__, "message": str(error)}
-    return {"kind": "RatpError", "message": unexpected(error)}
-
-
-def fail(answer: Mapping[str, Any]) -> NoReturn:
-    """Raises what a process reports."""
-    if "other" in answer:
-        raise OtherPlanError
-    if "problems" in answer:
-        raise ConfigError(answer["problems"])
-    raise _ERRORS.get(answer["kind"], RatpError)(answer["message"])
-
-
-@dataclass
-class _PhaseElsewhere:
-    """What is known of a phase in another process."""
-
-    name: str
-    epochs: int
-    steps: int
-
-
-def encoded(event: Event) -> dict[str, Any]:
-    """An event as plain data."""
-    if not isinstance(event, Trained):
-        return {"event": type(event).__name__, **asdict(event)}
-    tick = event.tick
-    return {
-        "event": "Trained",
-        "stage": event.stage,
-        "domain": event.domain,
-        "phase": [tick.phase.name, tick.phase.epochs, tick.phase.steps],
-        "tick": [tick.epoch, tick.step, tick.made, dict(tick.statistics), tick.epoch_done],
-        "means": {name: float(value) for name, value in tick.means.items()},
-    }
-
-
-def decoded(answer: dict[str, Any]) -> Event:
-    """The event that plain data describe."""
-    kind = answer.pop("event")
-    if kind != "Trained":
-        return _EVENTS[kind](**answer)
-    epoch, step, made, statistics, epoch_done = answer["tick"]
-    means = {name: torch.tensor(value) for name, value in answer["means"].items()}
-    tick = Tick(_PhaseElsewhere(*answer["phase"]), epoch, step, made, lambda: means, statistics, epoch_done)
-    return Trained(answer["stage"], answer["domain"], tick)
-
-
 def serve(channel: int) -> None:
     """Makes runs as asked for over a socket, until it is closed at the other end."""
     torch.set_num_threads(1)
@@ -388,28 +255,3 @@ def _listen(requests: BinaryIO, inbox: queue.SimpleQueue[dict[str, Any] | None],
     finally:
         nobody.set()
         inbox.put(None)
-
-
-def same_run(work: Mapping[str, Any], *, wait: bool = False) -> Run:
-    """The run asked for.
-
-    Args:
-        work: What was sent.
-        wait: As for :class:`ratp.run.Run`.
-
-    Raises:
-        OtherPlanError: If it is another than in the process that asks.
-    """
-    try:
-        plan = planned(work)
-    except ConfigError as error:
-        raise OtherPlanError from error
-    run = Run(plan, work["folder"], **work["options"], wait=wait)
-    if run.config["fingerprint"] != work["fingerprint"]:
-        raise OtherPlanError
-    return run
-
-
-def unexpected(error: Exception) -> str:
-    """What to say of an error that is none of the user's: all that is known of it."""
-    return f"an unexpected error ended the run:\n{''.join(traceback.format_exception(error)).rstrip()}"

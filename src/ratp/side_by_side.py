@@ -25,7 +25,8 @@ from ratp.errors import ConfigError, RatpError
 from ratp.events import Event
 from ratp.record import RunRecord
 from ratp.run import Run
-from ratp.run_process import OtherPlanError, RunProcess, unexpected
+from ratp.run_messages import OtherPlanError, unexpected
+from ratp.run_process import RunProcess
 
 # Torch has 32 streams a device, and a run needs two.
 MOST_ON_GPU = 15
