@@ -25,8 +25,8 @@ from ratp.environment import changes, describe_environment
 from ratp.errors import RatpError
 from ratp.evaluate import accuracy
 from ratp.files import write_json
-from ratp.method import Phase, Tick, train
 from ratp.methods import METHODS
+from ratp.phase import Phase, Tick, train
 from ratp.plan import RunPlan, RunRequest, resolve
 from ratp.precision import use_precision
 from ratp.stream import DataOptions, Stream

@@ -26,7 +26,7 @@ from ratp.domain import LabelledDomain
 from ratp.environment import describe_environment
 from ratp.evaluate import accuracy
 from ratp.files import write_json
-from ratp.method import Phase
+from ratp.phase import Phase
 from ratp.plan import RunRequest, resolve
 from ratp.stream import Stream
 from reference.ratp_reference.images import ImagesInMemory, read_folder, write_folder

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from helpers import TINY, all_finite, toy_domain, toy_method, toy_plan
-from ratp.method import train
+from ratp.phase import train
 from test_capture import ReadBack
 
 REPLAYS = ("union", "separate", "none")

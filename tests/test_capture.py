@@ -17,10 +17,10 @@ from helpers import QUICK, accuracy_of, same_tensors, toy_method, toy_plan
 from ratp import capture as capture_module
 from ratp.capture import WARM_UP, CaptureWarning, bunches, recording_on, stepper
 from ratp.errors import RatpError
-from ratp.method import Phase, Tick, train
 from ratp.methods import METHODS
 from ratp.network import NetworkConfig
 from ratp.parts.t2pl import PseudoLabels
+from ratp.phase import Phase, Tick, train
 from ratp.run import Run
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,8 +11,8 @@ from helpers import all_finite, same_tensors, tensors_of, toy_method, toy_plan
 from ratp.backbones import ChannelDropout
 from ratp.errors import ConfigError
 from ratp.events import StageFinished
-from ratp.method import train
 from ratp.network import NetworkConfig
+from ratp.phase import train
 from ratp.run import Run
 
 COPYING = pytest.mark.parametrize("method", ["shot", "pcl", "gsfda"])

@@ -24,8 +24,8 @@ from helpers import TINY, files_of, journal_of, ratp, toy_plan
 from own_images import images, put
 from ratp.errors import ConfigError
 from ratp.events import StageFinished, StageStarted, Trained
-from ratp.method import Tick
 from ratp.on_devices import find_devices, run_all_on_devices
+from ratp.phase import Tick
 from ratp.plan import RunRequest
 from ratp.record import RunRecord
 from ratp.run import Run

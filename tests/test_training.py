@@ -7,10 +7,11 @@ import torch
 
 from helpers import CLASSES, same_tensors, toy_domain, toy_plan
 from ratp.memory import Memory
-from ratp.method import OnlineMethod, Setting, train
+from ratp.method import OnlineMethod, Setting
 from ratp.parts.batch_norm import by_batch
 from ratp.parts.sgd import SGDConfig
 from ratp.parts.transforms import OBJECTS
+from ratp.phase import train
 from ratp.randomness import Randomness
 from ratp.training import Batches, NetworkMethod, SinglePass, SupervisedPhase, remember
 

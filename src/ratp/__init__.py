@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from ratp.inference import classify
     from ratp.matrix import Matrix
     from ratp.memory import Memory
-    from ratp.method import Method, Phase, Setting, pack, unpack
+    from ratp.method import Method, Setting, pack, unpack
     from ratp.network import Network
+    from ratp.phase import Phase
     from ratp.plan import RunPlan, RunRequest, resolve
     from ratp.record import RunRecord, read_run
     from ratp.run import Run
@@ -61,8 +62,9 @@ _HOMES = {
     "inference": ("classify",),
     "matrix": ("Matrix",),
     "memory": ("Memory",),
-    "method": ("Method", "Phase", "Setting", "pack", "unpack"),
+    "method": ("Method", "Setting", "pack", "unpack"),
     "network": ("Network",),
+    "phase": ("Phase",),
     "plan": ("RunPlan", "RunRequest", "resolve"),
     "record": ("RunRecord", "read_run"),
     "run": ("Run",),

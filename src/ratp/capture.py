@@ -65,7 +65,7 @@ def stepper(
     """What to call for steps; a graph lives no longer than the block.
 
     Args:
-        step: One step, which obeys what :class:`ratp.method.Phase` asks for with ``captures``.
+        step: One step, which obeys what :class:`ratp.phase.Phase` asks for with ``captures``.
         generators: All generators on the device that it draws from.
         capture: Whether to capture it; if not, or if it cannot be, every call is one of ``step``.
         bunch: Steps that become a graph together.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ratp.method import Tick
+from ratp.phase import Tick
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ratp.drawn import listening
 from ratp.errors import TrainingError
-from ratp.method import Phase, Progress, Tick, train
+from ratp.phase import Phase, Progress, Tick, train
 
 
 class NumbersLostError(TrainingError):

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import classify
-from ratp.method import OnlineMethod, Phase, Setting, Statistics, pack, unpack
+from ratp.method import OnlineMethod, Setting, Statistics, pack, unpack
 from ratp.network import Network
 from ratp.parts.adam import Adam
 from ratp.parts.batch_norm import affine_parameters, by_batch
 from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.phase import Phase
 from ratp.recipe import Scaling
 from ratp.replay import Exemplars
 from ratp.training import NetworkMethod, SinglePass, SupervisedPhase

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratp.method import Phase
 from ratp.parts.sgd import StageSGD
 from ratp.parts.shot_labels import shot_labels
+from ratp.phase import Phase
 from ratp.training import Batches, NetworkMethod, look, relabel
 
 

@@ -27,10 +27,11 @@ from ratp.journal import Journal
 from ratp.keepsakes import FEATURE_COUNT, save_features, save_samples
 from ratp.lock import exclusive
 from ratp.matrix import Matrix
-from ratp.method import Method, Phase, Tick, train, unpack
+from ratp.method import Method, unpack
 from ratp.midstage import Checkpoints
 from ratp.notes import Note
 from ratp.numbers import NumbersLostError, check_numbers, find_batch, lost_numbers
+from ratp.phase import Phase, Tick, train
 from ratp.plan import RunPlan
 from ratp.precision import Precision, single_precision, use_precision
 from ratp.predictions import prediction_files, write_predictions

@@ -18,7 +18,7 @@ import torch
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
-from ratp.method import Tick
+from ratp.phase import Tick
 from ratp.plan import RunPlan, RunRequest, resolve
 from ratp.run import Run
 from ratp.stream import DataOptions

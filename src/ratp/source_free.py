@@ -22,7 +22,7 @@ from ratp.copies import Copies
 from ratp.domain import LabelledDomain
 from ratp.drawn import drew
 from ratp.errors import ConfigError
-from ratp.method import Phase, Setting
+from ratp.method import Setting
 from ratp.network import Network, Output
 from ratp.parts.chunks import in_chunks
 from ratp.parts.information import information_maximisation
@@ -30,6 +30,7 @@ from ratp.parts.losses import cross_entropy
 from ratp.parts.rotation import TURNS, draw_turns, rotate, rotation_input
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 from ratp.parts.shot_labels import shot_labels
+from ratp.phase import Phase
 from ratp.training import Batch, Batches, NetworkMethod, SupervisedPhase, look, relabel
 
 Finish = Callable[[Tensor, Tensor], dict[str, float]]

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratp.method import Method, Phase, Progress
+from ratp.method import Method
 from ratp.midstage import Checkpoint
 from ratp.numbers import NumbersLostError
+from ratp.phase import Phase, Progress
 from ratp.snapshot import Marks
 
 

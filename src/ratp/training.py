@@ -22,10 +22,11 @@ from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.drawn import drew
 from ratp.inference import classify, embed, run_in_chunks
 from ratp.memory import Memory
-from ratp.method import Method, OnlineMethod, Phase, Setting, pack, unpack
+from ratp.method import Method, OnlineMethod, Setting, pack, unpack
 from ratp.network import Network, Output
 from ratp.parts.herding import Selection
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
+from ratp.phase import Phase
 from ratp.source_models import SharedTraining
 
 

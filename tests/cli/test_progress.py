@@ -17,7 +17,7 @@ from helpers import files_of, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.cli import progress
 from ratp.cli.progress import follow, follow_all, labels
 from ratp.events import Trained
-from ratp.method import Tick
+from ratp.phase import Tick
 from ratp.run import Run
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

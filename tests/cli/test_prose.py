@@ -13,7 +13,7 @@ from ratp.cli.prose import reflow
 from ratp.methods import METHODS
 
 DOC = """A method that does things
-in two lines, see :mod:`ratp.parts.some` and :class:`~ratp.method.Phase`.
+in two lines, see :mod:`ratp.parts.some` and :class:`~ratp.phase.Phase`.
 
     loss = a + b
       where b is long
@@ -29,7 +29,7 @@ def test_paragraphs_items_and_formulas():
     assert reflow(DOC, 30).splitlines() == [
         "A method that does things in",
         "two lines, see ratp.parts.some",
-        "and ratp.method.Phase.",
+        "and ratp.phase.Phase.",
         "",
         "    loss = a + b",
         "      where b is long",

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY, all_finite, same_tensors, tensors_of, toy_domain, toy_method, toy_plan
-from ratp.method import train
 from ratp.methods.pden import Stretch, stretches
 from ratp.parts.image_generator import NOISE_DIM, diversity
 from ratp.parts.instance_contrast import instance_contrastive
 from ratp.parts.shot_labels import shot_labels
+from ratp.phase import train
 from ratp.run import Run
 from test_capture import ReadBack
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from ratp.errors import RatpError
 from ratp.events import Event, StageFinished, StageStarted, Trained
-from ratp.method import Tick
+from ratp.phase import Tick
 from ratp.record import RunRecord
 from ratp.run import Run
 from ratp.side_by_side import run_all

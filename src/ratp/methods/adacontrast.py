@@ -39,7 +39,7 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError
-from ratp.method import Phase, Setting, Statistics, pack, unpack
+from ratp.method import Setting, Statistics, pack, unpack
 from ratp.network import Network, Output
 from ratp.online import BatchStatistics
 from ratp.parts.adacontrast import contrast_logits, contrast_loss, neighbour_mean
@@ -51,6 +51,7 @@ from ratp.parts.ring import Ring
 from ratp.parts.sgd import Group, SGDConfig
 from ratp.parts.transforms import OBJECTS
 from ratp.parts.views import View, ViewConfig
+from ratp.phase import Phase
 from ratp.replay import Exemplars
 from ratp.source_free import extractor_groups
 from ratp.training import SinglePass, SupervisedPhase, look

@@ -37,13 +37,14 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.method import Phase, Setting, pack, unpack
+from ratp.method import Setting, pack, unpack
 from ratp.parts.adam import Adam
 from ratp.parts.mixture import Mixture, fit_mixture, load_mixture
 from ratp.parts.ranks import ranks_within
 from ratp.parts.scores import scores
 from ratp.parts.sgd import SGDConfig
 from ratp.parts.sliced_wasserstein import draw_directions, sorted_distance, sorted_projections
+from ratp.phase import Phase
 from ratp.training import Batches, NetworkMethod, SupervisedPhase, look
 
 

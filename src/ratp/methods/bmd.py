@@ -33,12 +33,12 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
-from ratp.method import Phase
 from ratp.network import Output
 from ratp.parts.batch_norm import affine_parameters
 from ratp.parts.bmd_labels import bmd_labels, centre_similarities, moved_centres
 from ratp.parts.information import logit_entropy, mean_prediction_entropy
 from ratp.parts.losses import mean_over
+from ratp.phase import Phase
 from ratp.source_free import SHOT_LARGE, SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
 from ratp.training import Batch
 

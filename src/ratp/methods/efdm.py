@@ -28,9 +28,10 @@ from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.drawn import drew
 from ratp.insertion import insert_after
-from ratp.method import Phase, Setting
+from ratp.method import Setting
 from ratp.parts.efdm import ExactMixing, Styles
 from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.phase import Phase
 from ratp.pseudo_labels import PseudoLabelPhase
 from ratp.training import NetworkMethod
 

@@ -43,7 +43,7 @@ from ratp.config import switch
 from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import run_in_chunks
-from ratp.method import Phase, Setting
+from ratp.method import Setting
 from ratp.network import Output, check_two_layers
 from ratp.parts.batch_norm import affine_parameters
 from ratp.parts.clip import clip_norm
@@ -53,6 +53,7 @@ from ratp.parts.losses import mean_over
 from ratp.parts.neighbourhood import Bank, disagreement
 from ratp.parts.scores import scores
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
+from ratp.phase import Phase
 from ratp.source_free import SHOT_LARGE, SourceFreeConfig, extractor_groups
 from ratp.training import Batch, Batches, look
 

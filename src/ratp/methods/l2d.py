@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.method import Phase, Setting, pack, unpack
+from ratp.method import Setting, pack, unpack
 from ratp.network import check_two_layers
 from ratp.parts.club import information_bound, misfit, random_order
 from ratp.parts.mmd import conditional_mmd
@@ -42,6 +42,7 @@ from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.step_decay import StepDecaySGD, check_step_decay
 from ratp.parts.style import StyleModule
 from ratp.parts.style_draw import Blend
+from ratp.phase import Phase
 from ratp.pseudo_labels import PseudoLabelPhase
 from ratp.training import NetworkMethod
 

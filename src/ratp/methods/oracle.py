@@ -14,8 +14,8 @@ from typing import Any
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.method import Phase
 from ratp.parts.sgd import SGDConfig
+from ratp.phase import Phase
 from ratp.training import NetworkMethod, SupervisedPhase
 
 

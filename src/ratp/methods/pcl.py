@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from ratp.config import switch
 from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.method import Phase, Setting, pack, unpack
+from ratp.method import Setting, pack, unpack
 from ratp.network import Output
 from ratp.parts.losses import cross_entropy, mean_over
 from ratp.parts.pcl import proxy_contrastive
 from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.phase import Phase
 from ratp.pseudo_labels import PseudoLabelPhase
 
 

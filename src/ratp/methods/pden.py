@@ -37,11 +37,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.method import Phase, Setting, pack, unpack
+from ratp.method import Setting, pack, unpack
 from ratp.parts.adam import Adam
 from ratp.parts.image_generator import NOISE_DIM, GeneratorPool, ImageGenerator, diversity
 from ratp.parts.instance_contrast import adversarial_contrastive, instance_contrastive
 from ratp.parts.sgd import SGDConfig, StageSGD
+from ratp.phase import Phase
 from ratp.pseudo_labels import PseudoLabelPhase
 from ratp.training import NetworkMethod
 

@@ -32,7 +32,7 @@ from ratp.config import as_dict, switch
 from ratp.copies import three_draws
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.method import Phase, Setting, pack, unpack
+from ratp.method import Setting, pack, unpack
 from ratp.network import Network, Output
 from ratp.parts.batch_norm import only_rows, supports_row_masks
 from ratp.parts.bmd_labels import bmd_labels
@@ -47,6 +47,7 @@ from ratp.parts.scl import supervised_contrastive
 from ratp.parts.sgd import SGDConfig, StageSGD
 from ratp.parts.shot_labels import shot_labels
 from ratp.parts.t2pl import T2PLConfig, t2pl
+from ratp.phase import Phase
 from ratp.source_models import SharedTraining
 from ratp.training import Batches, NetworkMethod, look, relabel, remember
 

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from ratp.config import switch
 from ratp.copies import CopiesConfig, CopyingMethod
 from ratp.domain import UnlabelledDomain
-from ratp.method import Phase
+from ratp.phase import Phase
 from ratp.source_free import SHOTPhase, SourceFreeConfig, SourceFreeMethod
 
 

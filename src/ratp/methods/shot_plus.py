@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
-from ratp.method import Phase
+from ratp.phase import Phase
 from ratp.source_free import RotationPhase, RotationTask, SHOTPhase, SourceFreeConfig, SourceFreeMethod
 
 

@@ -35,10 +35,10 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.domain import UnlabelledDomain
 from ratp.drawn import drew
-from ratp.method import Phase
 from ratp.parts.information import entropy
 from ratp.parts.mixmatch import confident_split, draw_ratio, interleave, mix, sharpen, soft_cross_entropy, squared_error
 from ratp.parts.sgd import StageSGD
+from ratp.phase import Phase
 from ratp.source_free import (
     RotationPhase,
     RotationTask,

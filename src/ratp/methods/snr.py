@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.insertion import insert_after
-from ratp.method import Phase, Setting, pack, unpack
+from ratp.method import Setting, pack, unpack
 from ratp.parts.information import information_maximisation
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 from ratp.parts.snr import Restitution, StyleRestitution, dual_restitution, restitutions
+from ratp.phase import Phase
 from ratp.pseudo_labels import PseudoLabelPhase
 from ratp.training import NetworkMethod
 

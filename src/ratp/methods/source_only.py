@@ -13,8 +13,9 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.inference import classify, embed
-from ratp.method import Method, Phase, Setting, pack, unpack
+from ratp.method import Method, Setting, pack, unpack
 from ratp.parts.sgd import SGDConfig
+from ratp.phase import Phase
 from ratp.training import SupervisedPhase
 
 
