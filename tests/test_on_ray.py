@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ratp.on_ray as on_ray
+import ratp.ray_worker as ray_worker
 from helpers import files_of, journal_of, ratp, same_tensors, tensors_of, tiny_plan
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import StageFinished, StageStarted, Trained
@@ -21,8 +22,9 @@ from ratp.files import write_bytes
 from ratp.lock import exclusive, is_held
 from ratp.midstage import LATEST
 from ratp.network import NetworkConfig
-from ratp.on_ray import WORKPLACE, RoomWarning, make_run, run_all_on_ray
+from ratp.on_ray import RoomWarning, run_all_on_ray
 from ratp.plan import RunPlan, RunRequest
+from ratp.ray_worker import WORKPLACE, make_run
 from ratp.record import RunRecord
 from ratp.run import Run
 from ratp.run_messages import described, options_of
@@ -326,7 +328,7 @@ class TestFailures:
                 raise RunDirectoryError("no space left")
             write_bytes(path, data)
 
-        monkeypatch.setattr(on_ray, "write_bytes", write)
+        monkeypatch.setattr(ray_worker, "write_bytes", write)
         study = claimed(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[1:3])
         on_workers(study)
@@ -366,9 +368,9 @@ def test_a_folder_that_cannot_be_used_is_its_runs_trouble(tmp_path):
     """Any other error would stop all runs."""
     (tmp_path / LATEST).mkdir()
     with pytest.raises(RunDirectoryError, match=f"cannot write {tmp_path / LATEST}: Is a directory"):
-        on_ray._write(tmp_path, {LATEST: None})
+        ray_worker.write_files(tmp_path, {LATEST: None})
     with pytest.raises(RunDirectoryError, match=f"cannot read {tmp_path / 'gone'}: No such file"):
-        on_ray._files(tmp_path / "gone")
+        ray_worker.files_of(tmp_path / "gone")
 
 
 def test_checkpoints_are_sent_too(four, tmp_path):

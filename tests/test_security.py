@@ -9,7 +9,7 @@ import pytest
 
 import ratp
 from ratp.errors import RatpError
-from ratp.on_ray import _write
+from ratp.ray_worker import write_files
 
 ROOT = Path(ratp.__file__).parent
 POLICY = ROOT.parents[1] / "SECURITY.md"
@@ -200,7 +200,7 @@ def test_a_worker_writes_nothing_but_files_of_a_run(name, data, tmp_path):
     folder.mkdir()
     (folder / ".lock").write_bytes(b"held")
     with pytest.raises(RatpError, match="does not belong into a run directory"):
-        _write(folder, {name: data})
+        write_files(folder, {name: data})
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".lock", "run"]
 
 
@@ -209,6 +209,6 @@ def test_a_worker_cannot_write_through_a_link(tmp_path):
     folder.mkdir()
     (tmp_path / "outside").write_bytes(b"yours")
     (folder / "matrix.json").symlink_to(tmp_path / "outside")
-    _write(folder, {"matrix.json": b"mine", "predictions-größe-1.csv": b"a,b"})
+    write_files(folder, {"matrix.json": b"mine", "predictions-größe-1.csv": b"a,b"})
     assert (tmp_path / "outside").read_bytes() == b"yours"
     assert (folder / "matrix.json").read_bytes() == b"mine"

@@ -1,51 +1,42 @@
 """Runs on a Ray cluster, a task each.
 
-A worker makes a run in a folder of its own, and after every stage and checkpoint sends what has changed in it, which is
-written into the run's directory here. Nothing but Ray connects the machines. They need no common file system, but each
-must have this package, and the images and weights at the places that were given.
+A worker makes a run in a folder of its own, and after every stage and checkpoint sends what has changed in it
+(:mod:`ratp.ray_worker`), which is written into the run's directory here. Nothing but Ray connects the machines. They
+need no common file system, but each must have this package, and the images and weights at the places that were given.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import sys
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-import torch
-
-from ratp.errors import ConfigError, RatpError, RunDirectoryError
-from ratp.events import Event, StageFinished, StageStarted
-from ratp.files import remove_leftovers, write_bytes, writing
-from ratp.lock import exclusive, is_held
-from ratp.midstage import LATEST as CHECKPOINT
+from ratp.errors import ConfigError, RatpError
+from ratp.events import Event, StageFinished
+from ratp.files import remove_leftovers
+from ratp.lock import exclusive
 from ratp.notes import Note
+from ratp.ray_worker import PATIENCE, contents, files_of, make_run, write_files
 from ratp.run import Run
 from ratp.run_folder import holds_run
-from ratp.run_messages import OtherPlanError, decoded, described, encoded, fail, options_of, planned, told
+from ratp.run_messages import OtherPlanError, decoded, described, fail, options_of
 from ratp.run_process import ONE_THREAD
-from ratp.side_by_side import Listener, Result, auto, check_at_once, memory_error
+from ratp.side_by_side import Listener, Result, auto, check_at_once
 
 # How often a run is sent out again because its worker died, unless it got further meanwhile.
 MOST_DEATHS = 3
 # Seconds between two looks at the head, and how long it may be away: after 60, Ray would end this process.
 LOOK_EVERY, MOST_AWAY = 3.0, 20.0
-# What folders of workers are called, and how many seconds they get to make them and tidy up.
-WORKPLACE, _PATIENCE = "ratp-worker-", 5.0
 _WORDS = ("auto", "local")
 _KEPT = "Finished stages are kept: the same command goes on after them."
-# A folder is this run's whenever writing stops: the config comes first, and no result comes before its state.
-_FIRST, _LAST = ("config.json",), ("weights.safetensors", "journal.jsonl", "state.safetensors", "matrix.json")
 
 
 class RoomWarning(Note):
@@ -287,7 +278,7 @@ class _Work:
             max_retries=0,  # Ray would begin with the files of the first time
             runtime_env={"env_vars": ONE_THREAD},
         )
-        return task.remote(work, _contents(_files(run.folder)))
+        return task.remote(work, contents(files_of(run.folder)))
 
     def _receive(self) -> None:
         """Waits a moment for the next answer of any worker, and takes it."""
@@ -308,7 +299,7 @@ class _Work:
         event: Event | None = None
         goes_on = "event" in answer or "checkpoint" in answer
         try:
-            _write(flight.run.folder, answer.pop("files"))
+            write_files(flight.run.folder, answer.pop("files"))
             if "event" in answer:
                 event = decoded(answer)
             elif "finished" in answer:
@@ -371,121 +362,9 @@ class _Work:
                 self._ray.cancel(flight.replies)
             if self._flights:
                 ends = [flight.replies.completed() for flight in self._flights]
-                self._ray.wait(ends, num_returns=len(ends), timeout=_PATIENCE)
+                self._ray.wait(ends, num_returns=len(ends), timeout=PATIENCE)
 
 
 def _needs(run: Run) -> dict[str, float]:
     """What a run takes of a cluster: a core, and on GPUs one or its share of one."""
     return {"CPU": 1.0, "GPU": 1 / auto([run], run.plan.device)} if run.plan.device.type == "cuda" else {"CPU": 1.0}
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """All files of a run in its directory by name, in the order in which to write them."""
-    try:
-        names = [item.name for item in folder.iterdir() if item.is_file() and _belongs(item.name)]
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {folder}: {error.strerror}.") from error
-    others = sorted({*names} - {*_FIRST, *_LAST})
-    return {name: folder / name for name in (*_FIRST, *others, *_LAST) if name in names}
-
-
-def _belongs(name: str) -> bool:
-    """Whether a name is one that a run gives its files: no folder, nothing hidden, no lock, no program."""
-    letters = all(sign.isalnum() or sign in "-_." for sign in name)
-    return letters and not name.startswith(".") and name.endswith((".json", ".jsonl", ".safetensors", ".csv"))
-
-
-def _contents(files: Mapping[str, Path]) -> dict[str, bytes]:
-    try:
-        return {name: path.read_bytes() for name, path in files.items()}
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {error.filename}: {error.strerror}.") from error
-
-
-def _write(folder: Path, files: Mapping[str, bytes | None]) -> None:
-    """Writes files, and removes those that are None."""
-    for name, data in files.items():
-        if not _belongs(name):
-            raise RatpError(f"a worker sent a file called {name!r}, which does not belong into a run directory.")
-        if data is None:
-            with writing(folder / name):
-                (folder / name).unlink(missing_ok=True)
-        else:
-            write_bytes(folder / name, data)
-
-
-class _Changes:
-    """What changes in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._before = self._marks()
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a file is there and has changed."""
-        path = self._folder / name
-        return path.exists() and _mark(path) != self._before.get(name)
-
-    def take(self) -> dict[str, bytes | None]:
-        """The files that have changed since this was last asked; None where there is none any more."""
-        before, self._before = self._before, self._marks()
-        changed = {name: path for name, path in _files(self._folder).items() if self._before[name] != before.get(name)}
-        return {**_contents(changed), **dict.fromkeys(before.keys() - self._before.keys())}
-
-    def _marks(self) -> dict[str, tuple[int, int, int]]:
-        return {name: _mark(path) for name, path in _files(self._folder).items()}
-
-
-def _mark(path: Path) -> tuple[int, int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
-def make_run(work: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
-    """Makes a run on a worker, with one thread to compute with.
-
-    Args:
-        work: The run as plain data.
-        files: What its directory holds so far.
-
-    Yields:
-        For every checkpoint, and every stage that begins or ends, the files that changed; at last how it ended.
-    """
-    torch.set_num_threads(1)
-    with _workplace() as folder:
-        _write(folder, files)
-        changes = _Changes(folder)
-        try:
-            for event in _events(work, folder):
-                if isinstance(event, StageStarted | StageFinished):
-                    yield {**encoded(event), "files": changes.take()}
-                elif CHECKPOINT in changes:
-                    yield {"checkpoint": True, "files": changes.take()}
-            answer: dict[str, Any] = {"finished": True}
-        except Exception as error:
-            answer = told(error)
-            if "message" in answer:
-                answer["message"] = answer["message"].replace(os.fspath(folder), work["folder"])
-        yield {**answer, "files": changes.take()}
-
-
-@contextmanager
-def _workplace() -> Iterator[Path]:
-    """A folder for a run, removed afterwards; and so are those of workers that could not do so."""
-    for left in Path(gettempdir()).glob(f"{WORKPLACE}*"):
-        with suppress(OSError):  # another worker may be quicker
-            if not is_held(left) and time.time() - left.stat().st_mtime > _PATIENCE:
-                shutil.rmtree(left, ignore_errors=True)
-    with TemporaryDirectory(prefix=WORKPLACE, ignore_cleanup_errors=True) as place, exclusive(Path(place)):
-        folder = Path(place) / "run"
-        folder.mkdir()
-        yield folder
-
-
-def _events(work: Mapping[str, Any], folder: Path) -> Iterator[Event]:
-    run = Run(planned(work), folder, **work["options"], wait=True)
-    try:
-        with closing(run.events()) as events:
-            yield from events
-    except torch.OutOfMemoryError as error:
-        raise memory_error(run, error) from error
