@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import ratp.study_file
 from helpers import accuracy_of, files_of
@@ -22,6 +24,7 @@ from own_images import images, put
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import StageStarted
+from ratp.files import write_tensors
 from ratp.lock import LOCK_FILE, exclusive, is_held
 from ratp.plan import RunRequest
 from ratp.record import RunRecord, read_run
@@ -687,6 +690,23 @@ class TestKnownResults:
     )
     def test_those_of_other_runs_do_not(self, text, records, tmp_path):
         assert {*self.elsewhere(tmp_path, text).with_results(records).states().values()} == {"waiting"}
+
+    def begun_from(self, record, sha256):
+        """A record as a run would have left it that started from some weights."""
+        return replace(record, config={**record.config, "weights": sha256})
+
+    @pytest.mark.parametrize(
+        ("weights", "standing_in"),
+        [("none", [True, False, False]), ("imagenet", [False, True, True]), ("mine", [False, True, False])],
+    )
+    def test_where_a_run_starts_from_counts(self, weights, standing_in, records, tmp_path):
+        """Random numbers are no weights, a file is no other file; the published weights may have come as a file."""
+        write_tensors(tmp_path / "mine", {"weight": torch.zeros(1)}, {})
+        base = replace(NO_WEIGHTS, weights=weights if weights != "mine" else str(tmp_path / "mine"))
+        study = read_study(study_file(tmp_path, TWO), tmp_path / "elsewhere", base)
+        mine = hashlib.sha256((tmp_path / "mine").read_bytes()).hexdigest()
+        found = [study.with_results([self.begun_from(records[0], there)]) for there in (None, mine, "a" * 64)]
+        assert [known.entries[0].result is not None for known in found] == standing_in
 
     def older(self, record, **changes):
         """A record as it would have been written before there was a switch for momentum."""

@@ -13,10 +13,11 @@ from statistics import mean
 
 from ratp.errors import RatpError
 from ratp.matrix import Metric
-from ratp.plan import NO_WEIGHTS, RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, RunRequest, resolve, usual_weights
 from ratp.published import SPELLING, Published, cells
 from ratp.record import RunRecord, read_run
 from ratp.statistics import AVERAGE, Summary, summarise, verdict
+from ratp.streams import find_stream
 from ratp.study import is_config_of
 
 ROOT = Path(__file__).parents[1]
@@ -124,8 +125,9 @@ def counts(run: RunRecord) -> bool:
 def _official(stream: str, order: tuple[str, ...], method: str, seed: int) -> RunPlan:
     """What to run for a cell of the paper."""
     changes = STATIONARY if method == "ratp" and len(order) == 2 else {}
+    weights = usual_weights(find_stream(stream).recipe.network.backbone)
     request = RunRequest(
-        stream, method, ">".join(order), seed=seed, changes=changes, subset=True, device="cpu", weights=NO_WEIGHTS
+        stream, method, ">".join(order), seed=seed, changes=changes, subset=True, device="cpu", weights=weights
     )
     return resolve(request)
 

@@ -141,6 +141,12 @@ class RunPlan:
         return find_weights(self.weights_from, self.recipe.network.backbone)
 
     @property
+    def weights_known(self) -> str:
+        """What is known of the weights without a download: the sha256 of a file; else ``imagenet`` or ``none``."""
+        is_file = self.weights_from not in (NO_WEIGHTS, PUBLISHED)
+        return self.weights.sha256 if is_file and self.weights else self.weights_from
+
+    @property
     def title(self) -> str:
         """Method, stream and seed, for file names and headings."""
         return f"{self.spec.name}-{self.method.name}-{self.seed}"
@@ -205,9 +211,7 @@ class RunPlan:
         decisions = {name: value for name, value in self.decisions().items() if name != "guard"}
         acts, usually = (mode == ACT for mode in (self.guard, usual_guard(self.spec)))
         unusual = {"guard": acts} if acts != usually else {}
-        is_file = self.weights_from not in (NO_WEIGHTS, PUBLISHED)
-        weights = self.weights.sha256 if is_file and self.weights else self.weights_from
-        return _sha256(decisions | {"weights": weights} | unusual)
+        return _sha256(decisions | {"weights": self.weights_known} | unusual)
 
     def to_json(self, stream: Stream) -> dict[str, Any]:
         """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights."""
@@ -342,10 +346,16 @@ def _find_stream(request: RunRequest) -> StreamSpec:
 
 
 def _weights_from(asked: str, backbone: str) -> str:
-    """What was asked for; ``auto`` is nothing for a network trained from scratch, else ``$RATP_WEIGHTS`` if set."""
+    """What was asked for; ``auto`` is what is usual, or ``$RATP_WEIGHTS`` in place of published weights."""
     if asked != "auto":
         return asked
-    return NO_WEIGHTS if backbone == "dtn" else os.environ.get("RATP_WEIGHTS") or PUBLISHED
+    usual = usual_weights(backbone)
+    return os.environ.get("RATP_WEIGHTS") or usual if usual == PUBLISHED else usual
+
+
+def usual_weights(backbone: str) -> str:
+    """What a backbone starts from in the paper: ``none`` if it is trained from scratch, else ``imagenet``."""
+    return NO_WEIGHTS if backbone == "dtn" else PUBLISHED
 
 
 def _check_preset(preset: str) -> None:

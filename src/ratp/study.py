@@ -26,7 +26,7 @@ from ratp.matrix import Matrix
 from ratp.notes import Note
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
-from ratp.plan import RunPlan
+from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
 from ratp.schema import CONFIG, FAILURE, MATRIX, STUDY
@@ -280,12 +280,17 @@ def run_name(plan: RunPlan) -> str:
 
 
 def is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
-    """Whether a config has all that determines the plan's result, but for images and weights.
+    """Whether a config has all that determines the plan's result, but for images.
+
+    Weights are compared as far as the plan knows them without a download: random numbers are only themselves, a file is
+    only one of the same hash, and for the published weights any will do, for they may have come as a file.
 
     Of the first switches some came after the first results and are in the hash of later ones: a config without such
     a switch had, in effect, its default.
     """
     if (config.get("method"), config.get("seed")) != (plan.method.name, plan.seed):
+        return False
+    if not _starts_from(plan.weights_known, config.get("weights")):
         return False
     decided = _plain(plan.decisions())
     there = {key: _plain(config.get(key)) for key in DECIDED}
@@ -294,6 +299,13 @@ def is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
             unchanged = {key: value for key, value in decided[group].items() if key not in plan.changed}
             there[group] = unchanged | there[group]
     return there == {key: decided.get(key) for key in DECIDED}
+
+
+def _starts_from(asked: str, there: str | None) -> bool:
+    """Whether the hash of a run's weights is what a plan knows of those it asks for; None: random numbers."""
+    if asked in (NO_WEIGHTS, PUBLISHED):
+        return (there is None) == (asked == NO_WEIGHTS)
+    return there == asked
 
 
 def _is_finished(entry: Entry) -> bool:
