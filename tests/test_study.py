@@ -738,6 +738,12 @@ class TestKnownResults:
         study = self.elsewhere(tmp_path).with_results([*newer, *records])
         assert [study.record(entry) for entry in study.entries] == newer
 
+    @pytest.mark.parametrize("earlier", ["2025-01-01T10:00:00+0200", "2025-01-01", "soon", ""])
+    def test_the_newest_is_so_in_every_time_zone(self, earlier, records, tmp_path):
+        at = {time: replace(records[0], journal=({"time": time},)) for time in (earlier, "2025-01-01T09:00:00+0000")}
+        for found in ([*at.values()], [*at.values()][::-1]):
+            assert self.elsewhere(tmp_path).with_results(found).entries[0].result is at["2025-01-01T09:00:00+0000"]
+
     def test_what_was_run_here_needs_none(self, study):
         assert list(study.with_results([]).states().values()) == ["failed", "finished", "finished"]
 

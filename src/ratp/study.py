@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,7 @@ ABOUT, FAILURES, REPORT = "study.json", "failures", "report"
 State = Literal["finished", "running", "interrupted", "failed", "waiting"]
 # Makes runs as run_all does.
 Executor = Callable[..., list[Result]]
+_LONG_AGO = datetime.min.replace(tzinfo=UTC)
 STATES: tuple[State, ...] = ("finished", "running", "interrupted", "failed", "waiting")
 
 
@@ -340,9 +342,17 @@ def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
     return newest
 
 
-def _finished_at(record: RunRecord) -> str:
-    """When the last stage ended; times are written so that they sort."""
-    return max((str(event.get("time", "")) for event in record.journal), default="")
+def _finished_at(record: RunRecord) -> datetime:
+    """When the last event of a run's journal was, whichever time zone it was written in; long ago if none says so."""
+    return max(map(_time_of, record.journal), default=_LONG_AGO)
+
+
+def _time_of(event: Mapping[str, Any]) -> datetime:
+    try:
+        found = datetime.fromisoformat(str(event.get("time", "")))
+    except ValueError:
+        return _LONG_AGO
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _plain(value: Any) -> Any:
