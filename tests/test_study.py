@@ -516,6 +516,13 @@ class TestStates:
         shutil.rmtree(entry.folder)
         assert study.state(entry) == "waiting"
 
+    def test_a_failure_that_cannot_be_forgotten(self, study):
+        (file,) = (study.folder / "failures").iterdir()
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(RunDirectoryError, match=f"cannot write {re.escape(str(file))}"):
+            study.clear_failure(study.entries[0])
+
     def test_a_reason_that_is_gone(self, study):
         (file,) = (study.folder / "failures").iterdir()
         for content in ("", "{}", "[]", '{"error": " "}'):

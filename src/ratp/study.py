@@ -21,7 +21,7 @@ import torch
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 from ratp.events import Event
-from ratp.files import is_leftover, read_json, safe_name, write_json
+from ratp.files import is_leftover, read_json, safe_name, write_json, writing
 from ratp.lock import is_held
 from ratp.matrix import Matrix
 from ratp.notes import Note
@@ -196,8 +196,14 @@ class Study:
         write_json(file, FAILURE.marked({"run": entry.title, "error": str(error)}))
 
     def clear_failure(self, entry: Entry) -> None:
-        """Forgets an earlier failure: the run goes on, or has come to its end."""
-        self._failure_file(entry).unlink(missing_ok=True)
+        """Forgets an earlier failure: the run goes on, or has come to its end.
+
+        Raises:
+            RunDirectoryError: If the folder cannot be written.
+        """
+        file = self._failure_file(entry)
+        with writing(file):
+            file.unlink(missing_ok=True)
 
     def with_results(self, records: Iterable[RunRecord]) -> Study:
         """The study, knowing results of its runs that were made elsewhere; unfinished ones count for nothing."""
