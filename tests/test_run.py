@@ -47,7 +47,7 @@ from ratp.methods import METHODS
 from ratp.online import SMALLEST_BATCH, classify_by_batch
 from ratp.randomness import Randomness
 from ratp.record import read_run
-from ratp.run import Run
+from ratp.run import JournalWarning, Run
 from ratp.training import SupervisedPhase
 
 DOMAINS = ("ink", "mud", "fog")
@@ -351,6 +351,17 @@ class TestInterrupted:
         assert sum(isinstance(e, Trained) for e in continued) == (STAGES - stage - 1) * STEPS
         assert_same_result(folder, untouched["ratp"])
         assert_whole_journal(folder)
+
+    @pytest.mark.parametrize("content", [None, "broken\n{}\n", '{"event": "epoch", "stage": "two"}\n{}\n'])
+    def test_a_journal_that_is_lost_begins_anew(self, untouched, content, tmp_path):
+        folder = tmp_path / "run"
+        stop_after(Run(toy_plan(), folder), STEPS + 4)  # in the second stage
+        (folder / "journal.jsonl").unlink() if content is None else (folder / "journal.jsonl").write_text(content)
+        with pytest.warns(JournalWarning, match=r"journal\.jsonl.* begins anew"):
+            Run(toy_plan(), folder).execute()
+        assert_same_result(folder, untouched["ratp"])
+        assert [e["stage"] for e in journal_of(folder, "stage_finished")] == list(range(STAGES))
+        assert len(journal_of(folder, "journal_lost")) == 1
 
     def test_stopped_before_the_weights_were_written(self, untouched, tmp_path):
         shutil.copytree(untouched["ratp"], tmp_path / "run")

@@ -28,6 +28,7 @@ from ratp.files import write_tensors
 from ratp.lock import LOCK_FILE, exclusive, is_held
 from ratp.plan import RunRequest
 from ratp.record import RunRecord, read_run
+from ratp.report.study_tables import missing_table
 from ratp.run import Run
 from ratp.study import Study, run_study
 from ratp.study_file import read_study
@@ -543,6 +544,23 @@ class TestStates:
         (study.entries[1].folder / name).write_text(content)
         assert study.state(study.entries[1]) == "interrupted"
         assert study.record(study.entries[1]) is None
+
+    @pytest.mark.parametrize("name", ["journal.jsonl", "environment.json"])
+    @pytest.mark.parametrize("content", [None, "[]\n[]\n", "broken\n{}\n"])
+    @pytest.mark.filterwarnings("ignore::ratp.run.JournalWarning")
+    def test_a_finished_run_that_is_damaged_is_reported_as_missing_and_mended(self, study, name, content):
+        entry, whole = study.entries[1:]
+        before = accuracy_of(entry.folder)
+        (entry.folder / name).unlink() if content is None else (entry.folder / name).write_text(content)
+        assert study.state(entry) == "interrupted"
+        _, damaged, other = study.results().runs
+        assert damaged.record is None and name in damaged.reason
+        assert other.record == study.record(whole) and not other.reason
+        assert f"interrupted: {damaged.reason}" in str(missing_table(study.results()).rows)
+        run_study(study, at_once=1)
+        assert study.state(entry) == "finished"
+        assert accuracy_of(entry.folder) == before
+        assert study.record(entry).seconds > 0
 
     def test_a_run_that_needs_images_fails_alone(self, study, tmp_path):
         both = read_study(

@@ -126,7 +126,8 @@ def read_bytes(path: Path) -> bytes:
     """Reads a file of text or JSON, if it is one that can be: no pipe, no device, nothing larger than any of ours.
 
     Raises:
-        RunDirectoryError: If it is missing or cannot be read.
+        LostFileError: If it is missing.
+        RunDirectoryError: If it cannot be read.
     """
     try:
         about = path.stat()
@@ -136,7 +137,7 @@ def read_bytes(path: Path) -> bytes:
             raise RunDirectoryError(f"cannot read {path}: it has {about.st_size:,} bytes, more than ratp ever writes.")
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing.") from error
+        raise LostFileError(f"{path} is missing.") from error
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ratp.errors import RatpError, RunDirectoryError
-from ratp.files import parse_json, read_bytes, read_json, write_json
+from ratp.files import LostFileError, parse_json, read_bytes, read_json, write_json
 from ratp.matrix import Matrix
 from ratp.schema import CONFIG, ENVIRONMENT, JOURNAL, MATRIX, RESULT
 
@@ -237,7 +237,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     """Reads a journal; a last line cut short by a crash is dropped.
 
     Raises:
-        RunDirectoryError: If the file is missing or damaged before its last line.
+        LostFileError: If the file is missing or damaged before its last line.
+        RunDirectoryError: If it cannot be read.
     """
     lines = read_bytes(path).decode(errors="replace").removesuffix("\n").split("\n")
     if lines == [""]:
@@ -249,8 +250,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise RunDirectoryError(f"{path}:{number} is damaged: {error}.") from error
+            raise LostFileError(f"{path}:{number} is damaged: {error}.") from error
         if not is_event(event):
-            raise RunDirectoryError(f"{path}:{number} is damaged: it is no event of a run.")
+            raise LostFileError(f"{path}:{number} is damaged: it is no event of a run.")
         events.append(JOURNAL.read(event, f"{path}:{number}"))
     return events

@@ -51,6 +51,10 @@ class NumbersWarning(Note):
     """A stage is tried once more in single precision."""
 
 
+class JournalWarning(Note):
+    """The journal of a run is damaged or gone: it begins anew."""
+
+
 class EnvironmentWarning(Note):
     """A run goes on with other versions, or on another device, than it began with."""
 
@@ -199,10 +203,17 @@ class Run:
         """Has config, matrix and journal say what the state says: that is what counts."""
         if fingerprint_of(read_json(self.folder / "config.json")) != self.config["fingerprint"]:
             write_json(self.folder / "config.json", self.config)
-        kept = self._journal.before(self.matrix.stages)
+        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
+        try:
+            kept = self._journal.before(self.matrix.stages)
+        except LostFileError as error:
+            self._journal.keep(finished)
+            self._journal.note("journal_lost", what=str(error))
+            told = f"{error} It begins anew, with the ends of the finished stages"
+            warnings.warn(told, JournalWarning, stacklevel=3)
+            return
         known = sum(event["event"] == "stage_finished" for event in kept)
         self._journal.keep([*kept, *finished[known:]])
-        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
 
     def _go_back(self, state: State | None, lost: str) -> None:
         """Says that the last state is lost, and removes what came after the one that the run goes on from."""

@@ -23,14 +23,13 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 from ratp.events import Event
 from ratp.files import is_leftover, read_json, safe_name, write_json, writing
 from ratp.lock import is_held
-from ratp.matrix import Matrix
 from ratp.notes import Note
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
-from ratp.schema import CONFIG, FAILURE, MATRIX, STUDY
+from ratp.schema import FAILURE, STUDY
 from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
@@ -99,7 +98,7 @@ class Study:
 
     def state(self, entry: Entry) -> State:
         """What became of one run."""
-        if entry.result is not None or _is_finished(entry):
+        if self.record(entry) is not None:
             return "finished"
         if is_held(entry.folder):
             return "running"
@@ -117,16 +116,17 @@ class Study:
         return kept.strip() or "no reason was kept"
 
     def record(self, entry: Entry) -> RunRecord | None:
-        """A run that came to its end; None if it has not."""
-        return read_run(entry.folder) if _is_finished(entry) else entry.result
+        """A run that came to its end; None if it has not, or what it left is damaged."""
+        return _find_record(entry)[0] or entry.result
 
     def results(self) -> StudyRecord:
         """The study as its report sees it: every run asked for, with its result if it came to its end."""
         asked = []
         for entry in self.entries:
             plan, state = entry.plan, self.state(entry)
-            reason = self.reason(entry) if state == "failed" else ""
-            record = self.record(entry)
+            record, damage = _find_record(entry)
+            record = record or entry.result
+            reason = self.reason(entry) if state == "failed" else "" if record else damage
             values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}
             settings = json.dumps(values, sort_keys=True)
             asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, settings))
@@ -316,16 +316,15 @@ def _starts_from(asked: str, there: str | None) -> bool:
     return there == asked
 
 
-def _is_finished(entry: Entry) -> bool:
-    """Whether a run's directory holds it, not another, and it came to its end."""
+def _find_record(entry: Entry) -> tuple[RunRecord | None, str]:
+    """What a run's directory holds, if it is that run, not another, and came to its end; else how it is damaged."""
     if not _exists(entry.folder / "weights.safetensors"):
-        return False
+        return None, ""
     try:
-        forms = {"matrix.json": MATRIX, "config.json": CONFIG}
-        matrix, config = (form.read(read_json(entry.folder / n), entry.folder / n) for n, form in forms.items())
-        return Matrix.from_json(matrix).complete and is_config_of(entry.plan, config)
-    except RatpError:
-        return False
+        record = read_run(entry.folder)
+    except RatpError as error:
+        return None, str(error)
+    return (record if record.matrix.complete and is_config_of(entry.plan, record.config) else None), ""
 
 
 def _exists(path: Path) -> bool:

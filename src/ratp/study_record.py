@@ -36,7 +36,7 @@ class AskedRun:
         order: Codes of its domains in their order of arrival.
         seed: Its seed.
         state: What became of it.
-        reason: Why it failed; empty unless it did.
+        reason: Why it failed, or what of it is damaged; empty otherwise.
         record: Its result; None: it has not come to its end.
         settings: Its method and all values, but for order and seed, as text to compare.
     """

@@ -171,7 +171,7 @@ def _value_name(sweep: Sweep, label: str) -> str:
 
 
 def _state(run: AskedRun) -> str:
-    """What became of a run; of one that failed, the last line of the reason."""
+    """What became of a run; of one that failed or is damaged, the last line of the reason."""
     lines = run.reason.strip().splitlines()
     return f"{run.state}: {lines[-1]}" if lines else run.state
 
