@@ -300,6 +300,18 @@ class TestVariants:
         assert {text.get_text() for text in ax.texts} == {"51.0", "80.0", "70.0", "40.0", "60.0", "50.0"}
         assert len(ax.containers) - len(ax.patches) == 3, "error bars where there are several seeds"
 
+    def test_an_oracle_is_called_one(self):
+        runs = [asked("ratp", (50, 80, 70))]
+        for name in ("true labels", "the true labels of all targets at once"):
+            runs.append(asked("", (60, 90, 80), rows=(Row(0, name, is_variant=True),), oracle=True))
+        (ax,) = variant_bars(variants(study(*runs))[0]).axes
+        names = [" ".join(label.get_text().split()) for label in ax.get_yticklabels()]
+        assert names == [
+            "ratp",
+            "true labels (knows target labels)",
+            "the true labels of all targets at once (knows target labels)",
+        ]
+
     def test_a_panel_an_order_says_what_is_missing(self):
         runs = [asked("ratp", (50, 80, 70), order) for order in (AB, BA)]
         runs += [asked("x", v, o, rows=(Row(0, "x", is_variant=True),)) for v, o in (((1, 2, 3), AB), (None, BA))]
@@ -360,6 +372,19 @@ class TestSweeps:
             "0.7": ["1", "*51.0*¹", "**83.0**¹", "**75.0**¹"],
             "0.9": ["1", "**52.0**¹", "**83.0**¹", "*73.0*¹"],
         }
+
+    def test_values_that_know_target_labels_are_marked(self, tmp_path):
+        runs = [*swept({"t2pl": (50, 81, 71)}, "labels"), *swept({"true": (60, 91, 81)}, "labels", oracle=True)]
+        found = study(*runs, usual={(0, "labels"): "true"})
+        (ax,) = sweep_curves(sweeps(found)[0]).axes
+        ticks = [" ".join(label.get_text().split()) for label in ax.get_xticklabels()]
+        assert ticks == ["t2pl", "true (knows target labels)"]
+        rows = lines_of((write_study(found, tmp_path).parent / "report.md").read_text(), "labels on demo: a > b > c")
+        assert list(rows) == ["t2pl", "true (default, knows target labels)"]
+
+    def test_a_missing_value_is_called_by_its_value(self):
+        (ax,) = sweep_curves(sweeps(study(*swept({0.9: (52, 83, 73), 0.5: None})))[0]).axes
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["0.5", "0.9"]
 
 
 class TestFiles:

@@ -31,6 +31,11 @@ def several_seeds(lines: Lines) -> bool:
     return any(len(group.counted) > 1 for groups in lines.values() for group in groups.values())
 
 
+def name_in(lines: Lines, label: str) -> str:
+    """What tables and figures call a label that has results: an oracle is called one."""
+    return next(iter(lines[label].values())).label
+
+
 @dataclass(frozen=True)
 class Orders:
     """A stream in several orders.
@@ -49,7 +54,7 @@ class Orders:
 
     def name(self, label: str) -> str:
         """What tables call a label."""
-        return next(iter(self.lines[label].values())).label
+        return name_in(self.lines, label)
 
     def competes(self, label: str) -> bool:
         """Whether it can be the best."""
@@ -151,6 +156,10 @@ class Sweep:
     def labels(self) -> list[str]:
         """Its labels by rising value; in the order of the file, if the values are no numbers."""
         return sorted(self.values, key=self.values.__getitem__) if self.numeric else list(self.values)
+
+    def is_oracle(self, label: str) -> bool:
+        """Whether a run of a label was told the true labels of targets."""
+        return any(run.is_oracle for group in self.lines.get(label, {}).values() for run in group.runs)
 
 
 def several_orders(study: StudyRecord) -> list[Orders]:

@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ratp.matrix import METRICS
+from ratp.record import ORACLE
 from ratp.report.cells import number, order_text
 from ratp.report.plots import plot_spread
 from ratp.report.settings import as_text
-from ratp.report.study_parts import Order, Sweep, Variants
+from ratp.report.study_parts import Order, Sweep, Variants, name_in
 from ratp.report.style import (
     COLOURS,
     INK,
@@ -48,7 +49,7 @@ def variant_bars(variants: Variants) -> Figure:
             ax.set_xticks(range(0, 101, 20))
             ax.set_xlabel("accuracy (%)")
             ax.grid(axis="x")
-            ax.set_yticks(range(len(labels)), [plain(label, 24) for label in labels])
+            ax.set_yticks(range(len(labels)), [_row_name(variants, label) for label in labels])
             ax.tick_params(axis="y", length=0)
         handles = [Patch(color=COLOURS[index], label=metric) for index, metric in enumerate(METRICS)]
         figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), handlelength=1.2)
@@ -93,6 +94,12 @@ def _bars(ax: Axes, place: int, variants: Variants, label: str, order: Order) ->
         ax.text(end + 1.2, height, number(spread.mean), va="center", fontsize=6.5, color=INK)
 
 
+def _row_name(variants: Variants, label: str) -> str:
+    """A label beside its bars, with a line more for the mark of an oracle."""
+    name = name_in(variants.lines, label)
+    return plain(name, 24, lines=2 if name == label else 3)
+
+
 def _title_width(orders: Sequence[Order]) -> int:
     return 34 if len(orders) > 1 else 60
 
@@ -105,8 +112,8 @@ def _places(sweep: Sweep, values: Sequence[Any]) -> list[float]:
 
 
 def _value_axis(ax: Axes, sweep: Sweep, values: Sequence[Any], places: Sequence[float]) -> None:
-    """The values of the switch under a panel."""
-    ax.set_xticks(places, [plain(as_text(value), 12) for value in values])
+    """The values of the switch under a panel; what knows target labels is marked."""
+    ax.set_xticks(places, [_value_name(sweep, label) for label in sweep.labels])
     ax.set_xlabel(plain(sweep.switch, 42))
     if sweep.usual in values:
         usual = places[values.index(sweep.usual)]
@@ -120,3 +127,8 @@ def _value_axis(ax: Axes, sweep: Sweep, values: Sequence[Any], places: Sequence[
             color=QUIET,
             fontsize=7,
         )
+
+
+def _value_name(sweep: Sweep, label: str) -> str:
+    value = plain(as_text(sweep.values[label]), 12)
+    return f"{value}\n{plain(f'({ORACLE})', 12, lines=3)}" if sweep.is_oracle(label) else value

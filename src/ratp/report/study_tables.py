@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from ratp.matrix import METRICS, Metric
+from ratp.record import ORACLE
 from ratp.report.cells import MISSING, order_text, places
 from ratp.report.chapters import Entry, Table, Value
 from ratp.report.settings import as_text
@@ -167,7 +168,9 @@ def _p_text(p: float) -> str:
 
 def _value_name(sweep: Sweep, label: str) -> str:
     value = sweep.values[label]
-    return f"{as_text(value)} (default)" if value == sweep.usual else as_text(value)
+    extra = ["default"] if value == sweep.usual else []
+    extra += [ORACLE] if sweep.is_oracle(label) else []
+    return f"{as_text(value)} ({', '.join(extra)})" if extra else as_text(value)
 
 
 def _state(run: AskedRun) -> str:
