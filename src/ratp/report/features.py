@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from ratp.errors import RatpError, RunDirectoryError
+from ratp.errors import RunDirectoryError
 from ratp.files import read_tensors
 from ratp.record import RunRecord
 from ratp.report.style import COLOURS, MARKERS, QUIET, house_style, plain
@@ -24,17 +24,20 @@ from ratp.schema import FEATURES
 # Points of a stage: t-SNE takes a second or two for so many.
 MOST = 1000
 PERPLEXITY = 30.0
+# Of fewer points, none has neighbours and others.
+_FEWEST = 4
 _INCHES = 2.3
 _KEYS = "embedding", "labels", "domains"
 
 
 def feature_maps(run: RunRecord) -> Figure | None:
-    """The embeddings a run kept, a column a stage; None if it kept none.
+    """The embeddings a run kept, a column a stage; None if it kept none, or of too few images to lay out.
 
     Raises:
         RunDirectoryError: If a file of them is damaged.
     """
     stages = [_read(path) for path in run.features]
+    stages = [(tensors, about) for tensors, about in stages if len(tensors["embedding"]) >= _FEWEST]
     if not stages:
         return None
     names = [name for _, about in stages for name in (about["domains"], about["classes"])]
@@ -91,8 +94,6 @@ def _laid_out(embedding: NDArray[Any]) -> NDArray[Any]:
     """Places in a plane, the same every time."""
     from sklearn.manifold import TSNE  # takes seconds
 
-    if len(embedding) < 4:
-        raise RatpError(f"{len(embedding)} images are too few for a picture of embeddings.")
     lengths = np.linalg.norm(embedding, axis=1, keepdims=True)
     unit = embedding / np.maximum(lengths, 1e-12)
     perplexity = min(PERPLEXITY, (len(unit) - 1) / 3)

@@ -211,7 +211,7 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "images": images,
         "sampled": sampled,
         "name_of": section.name_of,
-        "embeddings": [(run, images[name]) for name, run in _embedding(section).items()],
+        "embeddings": [(run, images[name]) for name, run in _embedding(section).items() if name in images],
         "config": _settings(section, [flatten(run.config) for run in section.runs]),
         "environment": _settings(section, [flatten(run.environment) for run in section.runs]),
         "times": [(run, _stage_seconds(run)) for run in section.runs],
