@@ -9,12 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ratp.errors import RatpError
-from ratp.matrix import METRICS, Matrix
 from ratp.statistics import (
     Summary,
     best_two,
-    collect,
     mean_ranks,
     paired,
     ranks,
@@ -374,88 +371,3 @@ class TestVerdict:
         for tolerance in (-0.1, math.nan):
             with pytest.raises(ValueError, match="tolerance"):
                 verdict(80.0, SINGLE, tolerance)
-
-
-FIRST = Matrix(("S", "A", "B"), ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0)))
-SECOND = Matrix(("S", "A", "B"), ((97.0, 64.0, 42.0), (95.0, 86.0, 54.0), (90.0, 81.0, 90.0)))
-
-
-@st.composite
-def seeds(draw):
-    """Matrices of one stream that have come equally far, one column perhaps without labels."""
-    domains = draw(st.integers(2, 4))
-    stages = draw(st.integers(1, domains))
-    hidden = draw(st.none() | st.integers(1, domains - 1))
-    row = st.tuples(*(st.just(math.nan) if d == hidden else PERCENT for d in range(domains)))
-    names = tuple(f"D{d}" for d in range(domains))
-    rows = [tuple(draw(row) for _ in range(stages)) for _ in range(draw(st.integers(1, 3)))]
-    return [Matrix(names, accuracy) for accuracy in rows]
-
-
-class TestCollect:
-    def test_worked_example(self):
-        found = collect([FIRST, SECOND], "TDA")
-        assert list(found) == ["S", "A", "B", "average"]
-        assert {name: summary.mean for name, summary in found.items()} == close(
-            {"S": 98, "A": 88, "B": 85, "average": (269 / 3 + 91) / 2}
-        )
-        assert found["A"].deviation == pytest.approx(math.sqrt(8))
-        assert list(collect([FIRST, SECOND], "TDG")) == ["A", "B", "average"]
-        assert list(collect([FIRST, SECOND], "FA")) == ["S", "A", "average"]
-
-    def test_the_spread_of_the_average_is_between_runs(self):
-        """TDG is 60 and 45 in one run, 64 and 48 in the other: averages 52.5 and 56."""
-        assert collect([FIRST, SECOND], "TDG")["average"] == summarise([52.5, 56])
-
-    def test_the_confidence_is_passed_on(self):
-        found = collect([FIRST, SECOND], "TDG", 0.5)
-        assert found["A"] == summarise([60, 64], 0.5)
-        assert found["average"] == summarise([52.5, 56], 0.5)
-
-    @given(seeds(), st.sampled_from(METRICS))
-    def test_means_are_those_of_the_matrices(self, matrices, metric):
-        columns = [matrix.metric(metric) for matrix in matrices]
-        if columns[0]:
-            found = collect(matrices, metric)
-            assert list(found) == [*columns[0], "average"]
-            assert all(summary.n == len(matrices) for summary in found.values())
-            means = {name: np.mean([column[name] for column in columns]) for name in columns[0]}
-            assert found["average"].mean == pytest.approx(np.mean(list(means.values())))
-            assert {name: found[name].mean for name in means} == pytest.approx(means)
-        else:
-            with pytest.raises(ValueError, match=f"no domain has {metric}"):
-                collect(matrices, metric)
-
-    def test_domains_without_labels_are_left_out(self):
-        matrix = Matrix(("S", "A", "B"), ((99.0, math.nan, 40.0), (95.0, math.nan, 50.0)))
-        assert list(collect([matrix, matrix], "TDG")) == ["B", "average"]
-        assert collect([matrix], "TDG")["B"].mean == 45
-
-    @pytest.mark.parametrize(
-        "other",
-        [
-            Matrix(("S", "B", "A"), FIRST.accuracy),
-            Matrix(("S", "A", "C"), FIRST.accuracy),
-            Matrix(FIRST.domains, FIRST.accuracy[:2]),
-            Matrix(FIRST.domains, tuple((s, math.nan, b) for s, _, b in FIRST.accuracy)),
-        ],
-        ids=["order", "domains", "stages", "labels"],
-    )
-    @pytest.mark.parametrize("metric", METRICS)
-    def test_what_cannot_be_averaged_is_refused(self, other, metric):
-        with pytest.raises(ValueError, match="same domains, order, labels and stages"):
-            collect([FIRST, other], metric)
-
-    def test_nothing_is_refused(self):
-        with pytest.raises(ValueError, match="no matrices"):
-            collect([], "TDA")
-
-    def test_a_domain_called_average_is_refused_where_it_has_the_metric(self):
-        matrix = Matrix(("S", "average"), ((90.0, 20.0), (80.0, 70.0)))
-        with pytest.raises(ValueError, match="called 'average'"):
-            collect([matrix], "TDA")
-        assert collect([matrix], "FA")["average"].mean == 80
-
-    def test_an_unknown_metric_is_named(self):
-        with pytest.raises(RatpError, match="'tda'"):
-            collect([FIRST], "tda")

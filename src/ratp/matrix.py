@@ -70,16 +70,16 @@ class Matrix:
         """The metric by domain, for the domains whose stages so far define it."""
         columns = [(d, n) for d, n in enumerate(self.domains) if self.stages and not math.isnan(self.accuracy[0][d])]
         if metric == "TDG":
-            return {n: _mean([r[d] for r in self.accuracy[:d]]) for d, n in columns if d > 0}
+            return {n: mean_of([r[d] for r in self.accuracy[:d]]) for d, n in columns if d > 0}
         if metric == "TDA":
             return {n: self.accuracy[d][d] for d, n in columns if d < self.stages}
         if metric == "FA":
-            return {n: _mean([r[d] for r in self.accuracy[d + 1 :]]) for d, n in columns if d + 1 < self.stages}
+            return {n: mean_of([r[d] for r in self.accuracy[d + 1 :]]) for d, n in columns if d + 1 < self.stages}
         raise RatpError(f"unknown metric {metric!r}: valid are {', '.join(METRICS)}.")
 
     def average(self, metric: Metric) -> float:
         """Mean of the metric over the domains that have it; NaN if none has."""
-        return _mean(list(self.metric(metric).values()))
+        return mean_of(list(self.metric(metric).values()))
 
     def averages(self) -> dict[Metric, float]:
         """All three averages."""
@@ -111,7 +111,8 @@ class Matrix:
         return matrix
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of(values: Sequence[float]) -> float:
+    """The mean; NaN if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 

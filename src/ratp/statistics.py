@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeVar
 
-from ratp.matrix import Matrix, Metric
-
 Key = TypeVar("Key")
 Verdict = Literal["within", "above", "below"]
 
@@ -195,28 +193,6 @@ def verdict(printed: float, ours: Summary, tolerance: float) -> Verdict:
     if abs(difference) <= allowed + ROUNDING:
         return "within"
     return "above" if difference > 0 else "below"
-
-
-def collect(matrices: Sequence[Matrix], metric: Metric, confidence: float = 0.95) -> dict[str, Summary]:
-    """A metric over several runs: on every domain that has it, then averaged under ``"average"``.
-
-    The average is that of every run by itself, so its spread is the one between runs.
-
-    Raises:
-        ValueError: If there is no matrix, they differ in their domains, their order, their labels or their stages, no
-            domain has the metric, or one that has it is called ``"average"``.
-    """
-    if not matrices:
-        raise ValueError("there are no matrices to collect from.")
-    if len({(matrix.domains, matrix.stages, tuple(matrix.metric(metric))) for matrix in matrices}) > 1:
-        raise ValueError(f"these {len(matrices)} matrices are not of the same domains, order, labels and stages.")
-    found = [matrix.metric(metric) for matrix in matrices]
-    if not found[0]:
-        raise ValueError(f"no domain has {metric} after {matrices[0].stages} stages.")
-    if AVERAGE in found[0]:
-        raise ValueError(f"a domain is called {AVERAGE!r}, as the average over domains is.")
-    summaries = {domain: summarise((values[domain] for values in found), confidence) for domain in found[0]}
-    return {**summaries, AVERAGE: summarise((matrix.average(metric) for matrix in matrices), confidence)}
 
 
 @cache

@@ -16,9 +16,10 @@ from ratp.data.manifest_file import read_manifest
 from ratp.errors import RatpError
 from ratp.lock import LOCK_FILE, exclusive
 from ratp.record import read_run
+from ratp.report.latex import latex_report
 from ratp.report.page import page_html
 from ratp.report.summary import group_runs, sections
-from ratp.report.tables import csv_report, latex_report, markdown_report
+from ratp.report.tables import csv_report, markdown_report
 from ratp.report.terminal import print_report
 from tiny_study import grid, study_file
 

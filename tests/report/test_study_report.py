@@ -301,10 +301,9 @@ class TestVariants:
         assert len(ax.containers) - len(ax.patches) == 3, "error bars where there are several seeds"
 
     def test_an_oracle_is_called_one(self):
-        runs = [asked("ratp", (50, 80, 70))]
-        for name in ("true labels", "the true labels of all targets at once"):
-            runs.append(asked("", (60, 90, 80), rows=(Row(0, name, is_variant=True),), oracle=True))
-        (ax,) = variant_bars(variants(study(*runs))[0]).axes
+        told = [Row(0, name, is_variant=True) for name in ("true labels", "the true labels of all targets at once")]
+        runs = [asked("", (60, 90, 80), rows=(row,), oracle=True) for row in told]
+        (ax,) = variant_bars(variants(study(asked("ratp", (50, 80, 70)), *runs))[0]).axes
         names = [" ".join(label.get_text().split()) for label in ax.get_yticklabels()]
         assert names == [
             "ratp",

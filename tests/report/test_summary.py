@@ -30,6 +30,11 @@ def record(probes, accuracy=GOLDEN, domains=("scan", "photo", "font")):
     return RunRecord(Path("run"), config, {}, Matrix(domains, accuracy), events)
 
 
+def means_of(group):
+    """The mean accuracy matrix."""
+    return tuple(tuple(cell.mean for cell in row) for row in group.accuracy)
+
+
 def test_golden_matrix_gives_the_metrics_worked_out_by_hand(golden):
     (group,) = group_runs([golden])
     assert [group.spread("TDG", d).mean for d in ("photo", "font")] == [60.0, 45.0]
@@ -37,7 +42,7 @@ def test_golden_matrix_gives_the_metrics_worked_out_by_hand(golden):
     assert group.spread("TDG").mean == 52.5
     assert group.spread("TDA").mean == pytest.approx(269 / 3)
     assert group.spread("FA").mean == 89.25
-    assert group.matrix == golden.matrix
+    assert means_of(group) == golden.matrix.accuracy
     assert math.isnan(group.spread("TDG").sd)
     assert math.isnan(group.spread("TDG", "scan").mean)
 
@@ -47,7 +52,7 @@ def test_seeds_are_averaged_with_the_sample_standard_deviation(make_run):
     assert group.spread("TDG").mean == pytest.approx((52.5 + (62 + 48) / 2) / 2)
     assert group.spread("TDG").sd == pytest.approx(statistics.stdev([52.5, 55.0]))
     assert group.accuracy[1][1] == Spread(89.0, pytest.approx(math.sqrt(2)), 2)
-    assert group.matrix.accuracy[2] == (91.0, 84.0, 82.0)
+    assert means_of(group)[2] == (91.0, 84.0, 82.0)
     assert group.status == "2 seeds"
 
 

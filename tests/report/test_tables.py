@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from ratp.report.cells import duration
-from ratp.report.tables import comparison_markdown, csv_report, latex_report, markdown_report, print_report
+from ratp.report.latex import latex_report
+from ratp.report.tables import comparison_markdown, csv_report, markdown_report
+from ratp.report.terminal import print_report
 
 GOLDEN = ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0))
 SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))

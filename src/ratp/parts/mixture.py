@@ -67,10 +67,6 @@ class Mixture:
             logs[:, k] = -white.square().sum(dim=0) / 2 - volume
         return logs
 
-    def posteriors(self, points: Tensor) -> Tensor:
-        """Probability of each class given a point, shape (n, classes); there must be a component."""
-        return self.log_densities(points).softmax(dim=1)
-
     def certainty(self, points: Tensor) -> Tensor:
         """Log-odds of each point's likeliest component against all others, shape (n,): in the order of its posterior.
 

@@ -32,11 +32,12 @@ from ratp.report.cells import (
 from ratp.report.chapters import SINGLE, Preface, preface_csv, preface_latex, preface_markdown
 from ratp.report.features import feature_maps
 from ratp.report.guard import COLUMNS, judged
+from ratp.report.latex import latex_report
 from ratp.report.plots import accuracy_curves, matrix_heatmap, sample_sheet, unfamiliar_curves
 from ratp.report.settings import differing, flatten
 from ratp.report.style import encode
 from ratp.report.summary import Group, Measure, Section, Spread, group_runs, sections
-from ratp.report.tables import csv_report, latex_report, markdown_report
+from ratp.report.tables import csv_report, markdown_report
 
 Kind = Literal["png", "svg"]
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ratp.errors import RatpError
-from ratp.matrix import METRICS, Matrix
+from ratp.matrix import METRICS, mean_of
 from ratp.record import RunRecord
 from ratp.report.probes import area, probed_curves
 from ratp.report.settings import differing, flatten
@@ -36,7 +36,7 @@ class Spread:
         kept = [v for v in values if not math.isnan(v)]
         if not kept:
             return Spread(math.nan, math.nan, 0)
-        mean = _mean(kept)
+        mean = mean_of(kept)
         sd = math.sqrt(math.fsum((v - mean) ** 2 for v in kept) / (len(kept) - 1)) if len(kept) > 1 else math.nan
         return Spread(mean, sd, len(kept))
 
@@ -107,7 +107,7 @@ class Group:
         if measure not in self._measured:
             self._measured[measure] = [by_domain(run, measure) for run in self.counted]
         if domain is None:
-            return Spread.of(_mean(list(values.values())) for values in self._measured[measure])
+            return Spread.of(mean_of(list(values.values())) for values in self._measured[measure])
         return Spread.of(values[domain] for values in self._measured[measure] if domain in values)
 
     @cached_property
@@ -123,11 +123,6 @@ class Group:
             tuple(Spread.of(run.matrix.accuracy[stage][domain] for run in self.counted) for domain in columns)
             for stage in range(stages)
         )
-
-    @property
-    def matrix(self) -> Matrix:
-        """The mean accuracy matrix."""
-        return Matrix(self.order, tuple(tuple(cell.mean for cell in row) for row in self.accuracy))
 
 
 @dataclass(frozen=True)
@@ -299,7 +294,3 @@ def _group_notes(group: Group) -> list[str]:
 def _texts(value: object) -> dict[str, str]:
     """A mapping of texts as found in a file, or nothing if it is something else."""
     return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else {}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan

@@ -1,4 +1,4 @@
-"""Runs as tables: terminal, Markdown, CSV and LaTeX.
+"""Runs as tables: Markdown and CSV.
 
 Every table is made per section, one stream in one order: numbers of different streams or orders
 never share a table.
@@ -25,11 +25,7 @@ from ratp.report.cells import (
     order_text,
     text,
 )
-from ratp.report.latex import latex_report
 from ratp.report.summary import Group, Measure, Section, by_domain, group_runs, sections
-from ratp.report.terminal import print_report
-
-__all__ = ["comparison_markdown", "csv_report", "latex_report", "markdown_report", "print_report"]
 
 CSV_COLUMNS = ("label", "stream", "order", "seed", "complete", "metric", "stage", "domain", "value")
 
