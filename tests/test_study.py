@@ -125,6 +125,19 @@ class TestFiles:
         study = planned(grid('variant = [{ name = "more", method = "ratp", set = { steps = 9, pca.scale = 8 } }]'))
         assert (study.entries[0].plan.recipe.steps, study.entries[0].plan.recipe.batch) == (9, 8)
 
+    def test_files_are_named_as_seen_from_the_study(self, tmp_path):
+        example = Path(__file__).parents[1] / "examples" / "self_training.py"
+        (tmp_path / "far").mkdir()
+        shutil.copy(example, tmp_path / "far" / "mine.py")
+        (tmp_path / "far" / "ratp").mkdir()  # a folder that is called as a method is
+        file = study_file(tmp_path / "far", grid('methods = ["mine.py", "ratp"]'))
+        mine, ours = read_study(file, base=NO_WEIGHTS).entries
+        assert (mine.plan.method.name, mine.rows[0].label) == ("self-training", "mine.py")
+        assert ours.plan.method.name == "ratp"
+        (tmp_path / "far" / "yard.toml").write_text("")
+        with pytest.raises(ConfigError, match=r"yard\.toml: \[domains\] must name"):
+            read_study(study_file(tmp_path / "far", grid('methods = ["ratp"]', stream="yard.toml")))
+
     def test_what_some_editors_write_first(self):
         Path("study.toml").write_bytes(b"\xef\xbb\xbf" + grid('methods = ["ratp"]').encode())
         assert len(read_study("study.toml").entries) == 1
@@ -205,6 +218,9 @@ class TestMistakes:
                 DIGITS + 'variant = [{name = "ratp", method = "ratp", set = {augment = false}}]',
                 ["grid 1 has two rows called 'ratp'"],
             ),
+            (DIGITS + "seeds = [1, 2, 1]", ["grid 1: seeds has 1 more than once"]),
+            (DIGITS.replace('["ratp"]', '["ratp", "ratp"]'), ["grid 1: methods has ratp more than once"]),
+            (DIGITS + 'orders = ["reverse", "reverse"]', ["grid 1: orders has reverse more than once"]),
             (DIGITS + "sweep = 5", ["grid 1: sweep must be a table, got 5"]),
             (DIGITS + "sweep = { r_con = 0.5 }", ["sweep of r_con must list values"]),
             (DIGITS + "sweep = { r_con = [] }", ["sweep of r_con must list values"]),

@@ -161,6 +161,11 @@ def describe_changes(found: object) -> str:
     return ", ".join(f"{name} {v[0]} → {v[1]}" for name, v in pairs if isinstance(v, list) and len(v) == 2)
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return (path / "config.json").is_file()
+
+
 def read_run(path: Path | str) -> RunRecord:
     """Reads a run directory or a result file.
 
@@ -215,7 +220,7 @@ def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
 def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
     if not path.exists():
         raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
-    if not (path / "config.json").is_file():
+    if not is_run(path):
         raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
     forms = {"config.json": CONFIG, "environment.json": ENVIRONMENT, "matrix.json": MATRIX}
     config, environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())

@@ -20,7 +20,7 @@
     sweep = { r_con = [0.5, 0.9] }
 
 A grid is all its methods, variants and swept values, in all its orders, with all its seeds. Its title, if it has one,
-stands above its figure in the report.
+stands above its figure in the report. Files and folders are named as seen from the study file.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ratp.files import safe_name
 from ratp.methods import METHODS
 from ratp.plan import DEFAULT_PRESET, RunRequest, find_device, resolve
 from ratp.precision import find_precision
+from ratp.streams import STREAMS, is_folder
 from ratp.study import Entry, Study, run_name
 from ratp.study_record import Row
 
@@ -90,7 +91,7 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
     cases: list[tuple[Row, RunRequest]] = []
     titles: dict[int, str] = {}
     for number, grid in enumerate(grids if isinstance(grids, list) else []):
-        reader = _GridReader(number, grid, base)
+        reader = _GridReader(number, grid, base, path.parent)
         cases += reader.cases()
         problems += reader.problems
         if reader.title:
@@ -122,8 +123,8 @@ def _checked(base: RunRequest) -> tuple[RunRequest, list[str]]:
 class _GridReader:
     """Reads one grid. A mistake hides no other: what is wrong is left out, and the rest is read."""
 
-    def __init__(self, number: int, grid: Any, base: RunRequest) -> None:
-        self._number, self._base = number, base
+    def __init__(self, number: int, grid: Any, base: RunRequest, folder: Path) -> None:
+        self._number, self._base, self._folder = number, base, folder
         self._where = f"grid {number + 1}"
         given: dict[str, Any] = grid if isinstance(grid, dict) else {}
         self.problems: list[str] = [] if isinstance(grid, dict) else [f"{self._where} must be a table, [[grid]]."]
@@ -154,7 +155,7 @@ class _GridReader:
         stream = self._grid.get("stream")
         request = replace(
             self._base,
-            stream=self._base.stream if stream is None else stream,
+            stream=self._base.stream if stream is None else self._stream(stream),
             subset=self._grid.get("subset", False),
             precision=self._grid.get("precision", self._base.precision),
             guard=self._grid.get("guard", "record"),  # a study compares methods, not what was done about them
@@ -169,7 +170,9 @@ class _GridReader:
     def _methods(self) -> list[_Case]:
         names = self._listed("methods", [], str, "texts")
         names = [name for given in names for name in (METHODS if given == "all" else [given])]
-        return [(Row(self._number, name), name, self._preset, self._changes) for name in dict.fromkeys(names)]
+        return [
+            (Row(self._number, name), self._method(name), self._preset, self._changes) for name in dict.fromkeys(names)
+        ]
 
     def _variants(self) -> list[_Case]:
         found: list[_Case] = []
@@ -185,7 +188,7 @@ class _GridReader:
             if not wrong:
                 changes = {**self._changes, **_switches(variant.get("set", {}))}
                 row = Row(self._number, texts["name"], is_variant=True)
-                found.append((row, texts["method"], variant.get("preset", self._preset), changes))
+                found.append((row, self._method(texts["method"]), variant.get("preset", self._preset), changes))
         return found
 
     def _sweep(self) -> list[_Case]:
@@ -204,8 +207,18 @@ class _GridReader:
                 continue
             for value in map(_hashable, values):
                 row = Row(self._number, f"{methods[0]}, {name} {_written(value)}", (name, value))
-                found.append((row, str(methods[0]), self._preset, {**self._changes, name: value}))
+                found.append((row, self._method(str(methods[0])), self._preset, {**self._changes, name: value}))
         return found
+
+    def _stream(self, name: str) -> str:
+        """The name of a stream, or its file or folder, which is named as seen from the study file."""
+        path = self._folder / name
+        is_path = name not in STREAMS and name.strip() and (name.endswith(".toml") or is_folder(path))
+        return str(path) if is_path else name
+
+    def _method(self, name: str) -> str:
+        """The name of a method, or its file, likewise."""
+        return str(self._folder / name) if name.endswith(".py") else name
 
     @cached_property
     def _preset(self) -> str:
@@ -224,6 +237,8 @@ class _GridReader:
             self.problems.append(f"{self._where}: {key} must be {kinds}, got {', '.join(wrong)}.")
         if not values and key in self._grid:
             self.problems.append(f"{self._where}: {key} is empty.")
+        if twice := [value for value in dict.fromkeys(right) if right.count(value) > 1]:
+            self.problems.append(f"{self._where}: {key} has {', '.join(map(str, twice))} more than once.")
         return right or usual
 
 

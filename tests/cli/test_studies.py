@@ -188,6 +188,14 @@ class TestRun:
         study_file(Path("made"), FOUR)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
 
+    def test_what_hinders_all_is_told_once(self, tmp_path):
+        file = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1, 2, 3]", stream="digits"))
+        result = ratp("study", "run", file, "--out", tmp_path / "runs", "--data", tmp_path)
+        assert result.code == 2
+        assert result.err.count("are not in") == 2  # when it happens, and in the end
+        assert "failed: 3 runs, source-only, digits MT>MM>SN>SD>US, seed 1 and others: domains mnist" in result.err
+        assert ratp("study", "status", file, "--out", tmp_path / "runs").err.count("are not in") == 1
+
 
 class TestStatus:
     def test_before_and_after(self, study):
@@ -238,8 +246,8 @@ class TestReport:
         result = ratp("study", "report", "tiny.toml")
         assert (result.code, result.out) == (2, "")
         assert result.err == (
-            "error: no run of tiny is finished in runs/studies/tiny; results made elsewhere are to be named with "
-            "--known here, too. Next: ratp study run tiny.toml\n"
+            "error: no run of tiny is finished in runs/studies/tiny. What was made with --weights or --known needs "
+            "them here, too. Next: ratp study run tiny.toml\n"
         )
         assert os.listdir() == ["tiny.toml"]
 
@@ -298,8 +306,14 @@ class TestKnown:
         assert len(result.err.splitlines()) == 1
         assert not Path("new").exists()
 
-    @pytest.mark.parametrize("path", ["nowhere", "x" * 300])
+    def test_run_directories(self, done):
+        words = [done[0] / "tiny.toml", "--out", "new", "--known"]
+        assert states(*words, done[0] / "runs") == ["finished"] * 4
+        assert sorted(states(*words, folders(done[0] / "runs")[0])) == ["finished", "waiting", "waiting", "waiting"]
+
+    @pytest.mark.parametrize("path", ["nowhere", "x" * 300, "empty"])
     def test_none(self, path, done):
+        Path("empty").mkdir()
         result = ratp("study", "status", done[0] / "tiny.toml", "--known", path)
         assert (result.code, result.out) == (2, "")
         assert result.err.startswith("error: ")

@@ -14,7 +14,7 @@ from ratp.cli.runs import Json, Quiet
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import safe_name
 from ratp.plan import DEFAULT_PRESET
-from ratp.record import RunRecord, read_run
+from ratp.record import RunRecord, is_run, read_run
 from ratp.streams import STREAMS
 
 _LONGEST = 40  # letters that changed switches may have in a file's name
@@ -49,9 +49,9 @@ def report(
 
 def _read(path: Path) -> list[RunRecord]:
     """The run at ``path``, or all in that folder: run directories or, if there are none, exported results."""
-    if not path.is_dir() or (path / "config.json").exists():
+    if not path.is_dir() or is_run(path):
         return [read_run(path)]
-    inside = sorted(item for item in path.iterdir() if (item / "config.json").exists()) or sorted(path.glob("*.json"))
+    inside = sorted(filter(is_run, path.iterdir())) or sorted(path.glob("*.json"))
     if not inside:
         raise RunDirectoryError(f"{path} holds no run: no config.json, no folder with one and no exported result.")
     return [read_run(item) for item in inside]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +33,8 @@ from ratp.cli.runs import (
 from ratp.cli.study_progress import follow_study
 from ratp.errors import ConfigError, RunDirectoryError, brief
 from ratp.plan import RunRequest
-from ratp.record import RunRecord, read_run
-from ratp.study import STATES, Entry, State, Study, find_executor
+from ratp.record import RunRecord, is_run, read_run
+from ratp.study import FAILURES, STATES, Entry, State, Study, find_executor
 from ratp.study_file import read_study
 
 app = typer.Typer(help="Studies: a grid of methods, orders, seeds and switches in a TOML file.", no_args_is_help=True)
@@ -44,8 +44,8 @@ Out = Annotated[Path | None, typer.Option(help="Folder of its runs; default runs
 Known = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Exported results, or folders of them, read with the folders in them: what they hold need not be run; "
-        "repeatable."
+        help="Exported results, run directories, or folders of either, read with the folders in them, not deeper: what "
+        "they hold need not be run; repeatable."
     ),
 ]
 On = Annotated[str, typer.Option(help="Where to make the runs: local, or ray for a Ray cluster.")]
@@ -53,6 +53,7 @@ RayAddress = Annotated[
     str | None,
     typer.Option(help="The cluster: HOST:PORT, auto for the one running here, local to start one; default either."),
 ]
+_RESULTS = "exported results, run directories, or folders of either"
 _STYLES: dict[State, str] = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
 
 
@@ -119,8 +120,8 @@ def report(
     if not results.records():
         where = f" --out {shlex.quote(str(out))}" if out else ""
         raise RunDirectoryError(
-            f"no run of {study.name} is finished in {study.folder}; results made elsewhere are to be named with "
-            f"--known here, too. Next: ratp study run {shlex.quote(str(file))}{where}"
+            f"no run of {study.name} is finished in {study.folder}. What was made with --weights or --known needs them "
+            f"here, too. Next: ratp study run {shlex.quote(str(file))}{where}"
         )
     page = write_study(results, to or study.folder / "report")
     if not quiet:
@@ -135,14 +136,22 @@ def _read(file: Path, out: Path | None, known: Sequence[Path] | None, base: RunR
 
 
 def _results(path: Path) -> list[RunRecord]:
-    """The results in a file, or in all files of a folder and the folders in it; trials may be kept one deeper."""
+    """The results at a path: one, a folder's run directories or, if it has none, what was exported into it.
+
+    Exported results are read from the folders in it, too; trials may be kept one deeper.
+    """
     try:
         if not path.exists():
-            raise ConfigError(f"{path} does not exist. --known takes exported results or folders of them.")
-        files = sorted((*path.glob("*.json"), *path.glob("*/*.json"))) if path.is_dir() else [path]
+            raise ConfigError(f"{path} does not exist. --known takes {_RESULTS}.")
+        places = [path]
+        if path.is_dir() and not is_run(path):
+            exported = (*path.glob("*.json"), *path.glob("*/*.json"))
+            places = sorted(filter(is_run, path.iterdir())) or sorted(exported)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. --known takes exported results.") from error
-    return [read_run(file) for file in files]
+        raise ConfigError(f"cannot read {path}: {error.strerror}. --known takes {_RESULTS}.") from error
+    if not places:
+        raise ConfigError(f"{path} holds no results. --known takes {_RESULTS}.")
+    return [read_run(place) for place in places]
 
 
 def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
@@ -159,12 +168,22 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
         return
     if not quiet:
         _print_states(study.title, study.entries, states, stdout())
-    for entry in study.entries:
-        if entry.name in failed:
-            reason = brief(failed[entry.name])
-            stderr().print(f"[bold red]failed:[/] {escape(f'{entry.title}: {reason}')}", soft_wrap=True)
+    for reason, titles in _by_reason(study, failed).items():
+        which = titles[0] if len(titles) == 1 else f"{len(titles)} runs, {titles[0]} and others"
+        stderr().print(f"[bold red]failed:[/] {escape(f'{which}: {reason}')}", soft_wrap=True)
+    if any("Traceback " in reason for reason in failed.values()):
+        say(f"Whole errors: {study.folder / FAILURES}")
     if not quiet:
         say(f"Runs: {study.folder}")
+
+
+def _by_reason(study: Study, failed: Mapping[str, str]) -> dict[str, list[str]]:
+    """The runs that failed, by the reason in a line: what hinders many is told once."""
+    found: dict[str, list[str]] = {}
+    for entry in study.entries:
+        if entry.name in failed:
+            found.setdefault(brief(failed[entry.name]), []).append(entry.title)
+    return found
 
 
 def _print_states(title: str, entries: Sequence[Entry], states: dict[str, State], console: Console) -> None:

@@ -107,6 +107,7 @@ class _Watcher:
         self._started = time.perf_counter()
         self._stages: dict[str, _Stages] = {}
         self._runs = len(todo)
+        self._reasons: set[str] = set()
         self.done_runs = 0
 
     @property
@@ -140,6 +141,9 @@ class _Watcher:
         stages = self._stages.setdefault(entry.name, _Stages())
         stages.missed = len(entry.plan.order) - stages.made  # where it failed, none of the rest is to come
         if isinstance(result, RatpError):
-            return f"{entry.title}: {brief(result)}"
+            reason = brief(result)
+            told = "failed as others did" if reason in self._reasons else reason
+            self._reasons.add(reason)
+            return f"{entry.title}: {told}"
         numbers = "  ".join(f"{metric} {result.matrix.average(metric):.1f}" for metric in METRICS)
         return f"{entry.title}: {numbers}  ({duration(result.seconds)})"

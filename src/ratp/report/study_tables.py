@@ -17,7 +17,7 @@ from ratp.report.summary import Group, Section
 from ratp.statistics import Paired
 from ratp.study_record import AskedRun, StudyRecord
 
-INTERVAL = "In brackets the 95 % confidence interval of the mean over the seeds (Student's)."
+INTERVAL = "In brackets the 95 % confidence interval of the mean over the seeds (Student's), within 0 and 100 %."
 
 
 def missing_table(study: StudyRecord) -> Table | None:

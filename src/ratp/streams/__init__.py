@@ -24,7 +24,7 @@ def find_stream(name: str) -> StreamSpec:
         return STREAMS[name]
     if name.endswith(".toml"):
         return from_file(Path(name))
-    if name.strip() and _is_folder(Path(name)):
+    if name.strip() and is_folder(Path(name)):
         return from_root(Path(name))
     if name == FOLDERS:
         raise ConfigError(
@@ -37,7 +37,8 @@ def find_stream(name: str) -> StreamSpec:
     )
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
+    """Whether a path is that of a folder; one that cannot be looked at is none."""
     try:
         return path.is_dir()
     except OSError:  # too long a name, or no permission
