@@ -13,7 +13,7 @@ from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folder
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError
 from ratp.plan import RunRequest, resolve
-from ratp.run_process import described, planned
+from ratp.run_messages import described, planned
 from ratp.streams import find_stream
 from ratp.streams.own import RECIPE, from_file, from_paths, from_root
 
