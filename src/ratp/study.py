@@ -98,8 +98,10 @@ class Study:
 
     def state(self, entry: Entry) -> State:
         """What became of one run."""
-        if self.record(entry) is not None:
-            return "finished"
+        return "finished" if self.record(entry) is not None else self._unfinished(entry)
+
+    def _unfinished(self, entry: Entry) -> State:
+        """What became of a run that has not come to its end."""
         if is_held(entry.folder):
             return "running"
         if _exists(self._failure_file(entry)):
@@ -123,9 +125,10 @@ class Study:
         """The study as its report sees it: every run asked for, with its result if it came to its end."""
         asked = []
         for entry in self.entries:
-            plan, state = entry.plan, self.state(entry)
-            record, damage = _find_record(entry)
-            record = record or entry.result
+            plan = entry.plan
+            found, damage = _find_record(entry)
+            record = found or entry.result
+            state: State = "finished" if record else self._unfinished(entry)
             reason = self.reason(entry) if state == "failed" else "" if record else damage
             values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}
             settings = json.dumps(values, sort_keys=True)
