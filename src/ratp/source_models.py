@@ -7,10 +7,8 @@ the network waits for it. A file that is missing, damaged or not ours is no reas
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import threading
 import time
 import warnings
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 
 from ratp.environment import code_hash
 from ratp.errors import RunDirectoryError
+from ratp.file_lock import FileLock, hold, hold_if_free
 from ratp.files import is_leftover, read_tensors, write_tensors
 from ratp.notes import Note, note_not_kept
 from ratp.schema import SOURCE_MODEL
@@ -53,8 +52,7 @@ class SourceModels:
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self._folder = folder
         self._about = {**about, "torch": torch.__version__, "threads": torch.get_num_threads(), "code": code_hash()}
-
-        self._held: tuple[int, Path] | None = None  # an open file that is locked
+        self._held: FileLock | None = None
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """The tensors kept under ``key``; None: there are none, and the others wait until this run keeps them."""
@@ -89,12 +87,10 @@ class SourceModels:
     def release(self) -> None:
         """Lets the others go on, whether something was kept or not."""
         if self._held is not None:
-            handle, lock = self._held
-            self._held = None
-            _HOLDERS.pop(lock, None)
+            held, self._held = self._held, None
+            _HOLDERS.pop(held.path, None)
             with suppress(OSError):
-                lock.unlink()  # who waits for it has it open, and then finds it gone
-            os.close(handle)
+                held.release()
 
     def _hold(self, path: Path) -> bool:
         """Makes others wait who look for the same, after waiting for one who did so; False: that is not possible."""
@@ -104,42 +100,22 @@ class SourceModels:
             return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            handle = _locked(lock)
-            while not _is_there(handle, lock):  # who held it before has removed it: another may hold a new one
-                os.close(handle)
-                handle = _locked(lock)
-        except OSError:  # not to be written, or a file system without locks
+            held = hold_if_free(lock)
+            if held is None:
+                warnings.warn("waiting for another run that trains the same source network", WaitingWarning, 3)
+                held = hold(lock)
+            if not held.keeps_out:
+                held.release()
+                return False
+        except OSError:  # not to be written
             return False
-        self._held = handle, lock
+        self._held = held
         _HOLDERS[lock] = threading.get_ident()
         return True
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps([self._about, key], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
-
-
-def _locked(lock: Path) -> int:
-    """A file, made if need be, open and locked; waits for who has it."""
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            warnings.warn("waiting for another run that trains the same source network", WaitingWarning, 4)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-def _is_there(handle: int, path: Path) -> bool:
-    """Whether an open file is the one of this name."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 class SharedTraining:

@@ -18,6 +18,7 @@ import torch
 from made_images import pixels, png, put, real_data, small_domain, zipped
 from PIL import Image
 
+from ratp import file_lock
 from ratp.data import decoded, decoded_cache, image_file, parallel, worker
 from ratp.data.decode import decode
 from ratp.data.decoded import open_decoded
@@ -495,7 +496,7 @@ class TestSeveralProcesses:
         def unsupported(*_):
             raise OSError(errno.ENOLCK, "No locks available")
 
-        monkeypatch.setattr(decoded_cache.fcntl, "flock", unsupported)
+        monkeypatch.setattr(file_lock.fcntl, "flock", unsupported)
         assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected(FILES))
         assert len(cache_entries(cache)) == 1
 

@@ -7,7 +7,6 @@ two processes that write the same entry write the same bytes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -25,6 +24,7 @@ from ratp.data.image_file import map_images
 from ratp.data.manifest import Manifest
 from ratp.data.manifest_file import read_manifest, write_manifest
 from ratp.errors import RatpError, RunDirectoryError
+from ratp.file_lock import hold, hold_if_free
 from ratp.files import read_json, write_json
 from ratp.lock import is_locked
 from ratp.schema import DECODED
@@ -122,7 +122,7 @@ class Slot:
             OSError: If the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self.lock, wait=True):
+        with hold(self.lock):  # without locks, writers do double work, with the same result
             for path in _files(self.folder, self.key):
                 if path.name.startswith((".", f"{self.key}.part-")):
                     path.unlink(missing_ok=True)
@@ -198,30 +198,6 @@ def _remove(folder: Path, key: str) -> None:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds the operating system's lock on a file, which goes afterwards; yields whether it could be had."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            with suppress(FileNotFoundError):
-                if path.stat().st_ino == os.fstat(handle).st_ino:
-                    break  # else the last holder has removed the file while we waited
-        except BlockingIOError:
-            os.close(handle)
-            yield False
-            return
-        except OSError:
-            break  # a file system without locks: writers do double work, with the same result
-        os.close(handle)
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
 def _groups(folder: Path) -> list[CacheEntry]:
     """What there is by key, valid or not."""
     found: dict[str, list[os.stat_result]] = {}
@@ -281,8 +257,9 @@ def evict(cache: Path, keep_bytes: int) -> list[CacheEntry]:
         if held <= keep_bytes and entry.images:
             break
         try:
-            with _locked(folder / f"{entry.key}.lock", wait=False) as free:
-                if free:
+            lock = hold_if_free(folder / f"{entry.key}.lock")
+            if lock is not None:
+                with lock:
                     _remove(folder, entry.key)
                     held -= entry.bytes
                     removed.append(entry)
