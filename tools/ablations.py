@@ -10,7 +10,7 @@ from ratp.matrix import METRICS, Metric
 from ratp.plan import NO_WEIGHTS, RunRequest
 from ratp.record import RunRecord, read_run
 from ratp.report.cells import text
-from ratp.report.summary import Spread
+from ratp.report.summary import summarise_known
 from ratp.statistics import Paired, paired
 from ratp.study import Study
 from ratp.study_file import read_study
@@ -98,7 +98,7 @@ def _row(line: Line, base: Line | None) -> str:
 def _cell(line: Line, base: Line | None, metric: Metric) -> str:
     """Mean and deviation and, of a variant, how far it lies from what it is a variant of, over the seeds both have."""
     values = line.averages(metric)
-    found = text(Spread.of(values.values()))
+    found = text(summarise_known(values.values()))
     if base is None or not values.keys() & base.runs.keys():
         return found
     return f"{found} ({_signed(paired(values, base.averages(metric)))})"

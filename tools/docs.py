@@ -28,7 +28,7 @@ from ratp.plan import preset_config
 from ratp.published import SPELLING, printed
 from ratp.record import RunRecord, read_run
 from ratp.report.cells import text
-from ratp.report.summary import Spread
+from ratp.report.summary import summarise_known
 from ratp.report.tables import comparison_markdown
 from ratp.signs import LIMITS
 from ratp.stream import StreamSpec
@@ -194,7 +194,7 @@ def frames_tables() -> str:
 
 def _mean(values: list[float]) -> str:
     """The mean, with the standard deviation if there are several values."""
-    return text(Spread.of(values))
+    return text(summarise_known(values))
 
 
 def _trials() -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ class Summary:
     """Some values in short.
 
     Attributes:
-        n: How many values there are.
+        n: How many values there are; 0: none, and all the rest is NaN (:data:`NOTHING`).
         mean: Their mean.
         deviation: Their sample standard deviation (n - 1); NaN of a single value.
         low: Lower end of the confidence interval of the mean; NaN of a single value.
@@ -48,6 +48,10 @@ class Summary:
     def half_width(self) -> float:
         """Distance from the mean to an end of its confidence interval; NaN of a single value."""
         return (self.high - self.low) / 2
+
+
+# What there is to say where nothing was measured.
+NOTHING = Summary(0, math.nan, math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.matrix import Matrix
 from ratp.record import RunRecord, read_run
-from ratp.report.summary import Spread, by_domain, group_runs, sections
+from ratp.report.summary import by_domain, group_runs, sections
 
 GOLDEN = ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0))
 SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))
@@ -43,15 +43,16 @@ def test_golden_matrix_gives_the_metrics_worked_out_by_hand(golden):
     assert group.spread("TDA").mean == pytest.approx(269 / 3)
     assert group.spread("FA").mean == 89.25
     assert means_of(group) == golden.matrix.accuracy
-    assert math.isnan(group.spread("TDG").sd)
+    assert math.isnan(group.spread("TDG").deviation)
     assert math.isnan(group.spread("TDG", "scan").mean)
 
 
 def test_seeds_are_averaged_with_the_sample_standard_deviation(make_run):
     (group,) = group_runs([make_run(GOLDEN, seed=0), make_run(SECOND, seed=1)])
     assert group.spread("TDG").mean == pytest.approx((52.5 + (62 + 48) / 2) / 2)
-    assert group.spread("TDG").sd == pytest.approx(statistics.stdev([52.5, 55.0]))
-    assert group.accuracy[1][1] == Spread(89.0, pytest.approx(math.sqrt(2)), 2)
+    assert group.spread("TDG").deviation == pytest.approx(statistics.stdev([52.5, 55.0]))
+    cell = group.accuracy[1][1]
+    assert (cell.n, cell.mean, cell.deviation) == (2, 89.0, pytest.approx(math.sqrt(2)))
     assert means_of(group)[2] == (91.0, 84.0, 82.0)
     assert group.status == "2 seeds"
 
@@ -91,7 +92,8 @@ def test_a_group_of_unfinished_runs_only_has_no_mean(make_run):
 
 def test_a_seed_given_twice_counts_once_and_is_told(make_run):
     (group,) = group_runs([make_run(seed=0), make_run(seed=0), make_run(SECOND, seed=1)])
-    assert group.spread("TDG") == Spread(53.75, pytest.approx(statistics.stdev([52.5, 55.0])), 2)
+    found = group.spread("TDG")
+    assert (found.n, found.mean, found.deviation) == (2, 53.75, pytest.approx(statistics.stdev([52.5, 55.0])))
     assert any("seed 0 was given more than once" in note for note in sections([group])[0].notes())
 
 

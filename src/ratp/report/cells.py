@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ratp.report.summary import Group, Measure, Section, Spread
-from ratp.statistics import best_two
+from ratp.report.summary import Group, Measure, Section
+from ratp.statistics import NOTHING, Summary, best_two
 
 MISSING = "–"
 
@@ -35,7 +35,7 @@ MEANING: dict[Measure, tuple[str, str]] = {
 class Cell:
     """A number of a table and its rank among the lines: 1 best, 2 second best, 0 anything else."""
 
-    spread: Spread
+    spread: Summary
     rank: int = 0
 
 
@@ -59,7 +59,7 @@ class DomainTable:
         """The rows with a cell for every domain of an order, empty where the measure is not defined."""
         columns = (*self.domains, None)
         found = [(row.part, dict(zip(columns, row.cells, strict=True))) for row in self.rows]
-        empty = Cell(Spread.of(()))
+        empty = Cell(NOTHING)
         return [(part, [cells.get(domain, empty) for domain in (*order, None)]) for part, cells in found]
 
 
@@ -84,11 +84,11 @@ def number(value: float) -> str:
     return MISSING if math.isnan(value) else f"{value:.1f}"
 
 
-def text(spread: Spread, joint: str | None = " ± ") -> str:
+def text(spread: Summary, joint: str | None = " ± ") -> str:
     """A mean, with its standard deviation behind ``joint`` where it has one."""
-    if joint is None or math.isnan(spread.sd):
+    if joint is None or math.isnan(spread.deviation):
         return number(spread.mean)
-    return f"{number(spread.mean)}{joint}{number(spread.sd)}"
+    return f"{number(spread.mean)}{joint}{number(spread.deviation)}"
 
 
 def places(values: Sequence[float | None]) -> list[int]:
@@ -128,7 +128,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _rows(section: Section, columns: Sequence[Sequence[Spread]]) -> tuple[Row, ...]:
+def _rows(section: Section, columns: Sequence[Sequence[Summary]]) -> tuple[Row, ...]:
     ranked = [
         places([s.mean if part.competes and s.n else None for s, part in zip(column, section.parts, strict=True)])
         for column in columns

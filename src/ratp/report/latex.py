@@ -119,7 +119,7 @@ def _cell(cell: Cell) -> str:
         return "--"
     mean = number(cell.spread.mean)
     mean = marked_latex(mean, cell.rank)
-    return f"${mean}$" if math.isnan(cell.spread.sd) else rf"${mean} \pm {number(cell.spread.sd)}$"
+    return f"${mean}$" if math.isnan(cell.spread.deviation) else rf"${mean} \pm {number(cell.spread.deviation)}$"
 
 
 def escape_latex(name: str) -> str:

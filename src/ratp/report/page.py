@@ -36,8 +36,9 @@ from ratp.report.latex import latex_report
 from ratp.report.plots import accuracy_curves, matrix_heatmap, sample_sheet, unfamiliar_curves
 from ratp.report.settings import differing, flatten
 from ratp.report.style import encode
-from ratp.report.summary import Group, Measure, Section, Spread, group_runs, sections
+from ratp.report.summary import Group, Measure, Section, group_runs, sections
 from ratp.report.tables import csv_report, markdown_report
+from ratp.statistics import NOTHING, Summary
 
 Kind = Literal["png", "svg"]
 
@@ -49,7 +50,7 @@ class Tile:
     measure: Measure
     title: str
     meaning: str
-    best: Spread
+    best: Summary
     names: tuple[str, ...]
 
 
@@ -222,7 +223,7 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
 
 def _tile(measure: Measure, column: int, rows: Sequence[Row]) -> Tile:
     marked = [row for row in rows if row.cells[column].rank == 1] or (list(rows) if len(rows) == 1 else [])
-    best = marked[0].cells[column].spread if marked else Spread.of(())
+    best = marked[0].cells[column].spread if marked else NOTHING
     return Tile(measure, *MEANING[measure], best, tuple(row.part.name for row in marked))
 
 

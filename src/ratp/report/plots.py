@@ -35,8 +35,9 @@ from ratp.report.style import (
     percent_axis,
     plain,
 )
-from ratp.report.summary import Group, Spread
+from ratp.report.summary import Group, summarise_known
 from ratp.schema import SAMPLES
+from ratp.statistics import Summary
 
 _HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.04, 0.88, 256)))
 _SAMPLE_COLUMNS = 10
@@ -165,11 +166,11 @@ def _heat_panel(ax: Axes, part: Group, colours: Normalize, title_width: int) -> 
         for domain, cell in enumerate(row):
             ink = "white" if colours(cell.mean) > 0.62 else INK
             weight = "bold" if stage == domain else "normal"
-            sd = not math.isnan(cell.sd)
+            sd = not math.isnan(cell.deviation)
             ax.text(domain, stage - 0.1 * sd, number(cell.mean), ha="center", va="center", color=ink, weight=weight)
             if sd:
                 small = {"ha": "center", "va": "center", "color": ink, "fontsize": 6.5, "alpha": 0.85}
-                ax.text(domain, stage + 0.24, f"±{number(cell.sd)}", **small)  # type: ignore[arg-type]
+                ax.text(domain, stage + 0.24, f"±{number(cell.deviation)}", **small)  # type: ignore[arg-type]
     ax.imshow(np.ma.masked_invalid(means), cmap=_HEAT, norm=colours, aspect="equal")
     for stage in range(size):
         if stage < len(part.accuracy):
@@ -204,10 +205,10 @@ def _stage_backdrop(ax: Axes, domain: int, order: Sequence[str]) -> None:
         ax.text(domain + 0.08, 0.02, "after", ha="left", **small)  # type: ignore[arg-type]
 
 
-def plot_spread(ax: Axes, x: Sequence[float] | range, spreads: Sequence[Spread], index: int, crowd: int) -> None:
+def plot_spread(ax: Axes, x: Sequence[float] | range, spreads: Sequence[Summary], index: int, crowd: int) -> None:
     """A line of means with a band of one standard deviation; ``crowd`` is how many bands share the panel."""
     means = np.array([spread.mean for spread in spreads])
-    sd = np.array([spread.sd for spread in spreads])
+    sd = np.array([spread.deviation for spread in spreads])
     style = line_style(index)
     ax.plot(list(x), means, markersize=3.6, zorder=4 - 0.01 * index, **style)
     if len(sd) and not np.isnan(sd).all():
@@ -215,11 +216,11 @@ def plot_spread(ax: Axes, x: Sequence[float] | range, spreads: Sequence[Spread],
         ax.fill_between(list(x), low, high, color=style["color"], alpha=min(0.16, 0.5 / crowd), linewidth=0, zorder=2)
 
 
-def _over_seeds(seeds: Sequence[Curve]) -> tuple[list[float], list[Spread]]:
+def _over_seeds(seeds: Sequence[Curve]) -> tuple[list[float], list[Summary]]:
     """Mean and spread of several curves at every progress one of them was measured at."""
     grid = sorted({progress for curve in seeds for progress, _ in curve})
     values = [np.interp(grid, [p for p, _ in curve], [a for _, a in curve]) for curve in seeds]
-    return grid, [Spread.of(float(v[i]) for v in values) for i in range(len(grid))]
+    return grid, [summarise_known(float(v[i]) for v in values) for i in range(len(grid))]
 
 
 def _parts(groups: Sequence[Group]) -> list[Group]:

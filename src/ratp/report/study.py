@@ -17,8 +17,9 @@ from ratp.report.study_parts import Orders, several_orders, several_seeds, sweep
 from ratp.report.study_plots import sweep_curves, variant_bars
 from ratp.report.study_tables import interval_table, missing_csv, missing_table, order_tables, sweep_tables
 from ratp.report.style import encode
-from ratp.report.summary import Spread, group_runs, sections
+from ratp.report.summary import group_runs, sections
 from ratp.report.terminal import Line, Printer, explain, print_comparison
+from ratp.statistics import NOTHING
 from ratp.study_record import StudyRecord
 
 
@@ -124,8 +125,7 @@ def _print_orders(orders: Orders, printer: Printer) -> None:
     columns = []
     for metric in METRICS:
         means = [orders.mean(label, metric) for label in orders.lines]
-        spreads = [Spread(s.mean, s.deviation, s.n) if s else Spread.of(()) for s in means]
-        columns.append([Cell(spread, place) for spread, place in zip(spreads, orders.places(means), strict=True)])
+        columns.append([Cell(mean or NOTHING, rank) for mean, rank in zip(means, orders.places(means), strict=True)])
     ranks = [orders.ranks(metric) for metric in METRICS]
 
     def lines(joint: str | None) -> list[Line]:

@@ -27,7 +27,7 @@ from ratp.report.style import (
     percent_axis,
     plain,
 )
-from ratp.report.summary import Spread
+from ratp.statistics import NOTHING
 
 _BAR = 0.26
 # Values that are closer, as a share of their range, stand at even distances.
@@ -66,7 +66,7 @@ def sweep_curves(sweep: Sweep) -> Figure:
         for ax, order in zip(axes, sweep.orders, strict=True):
             for index, metric in enumerate(METRICS):
                 groups = [sweep.lines.get(label, {}).get(order) for label in sweep.labels]
-                spreads = [group.spread(metric) if group else Spread.of(()) for group in groups]
+                spreads = [group.spread(metric) if group else NOTHING for group in groups]
                 plot_spread(ax, places, spreads, index, crowd=len(METRICS))
                 heights += [spread.mean for spread in spreads]
             _value_axis(ax, sweep, values, places)
@@ -88,9 +88,9 @@ def _bars(ax: Axes, place: int, variants: Variants, label: str, order: Order) ->
         height = place + (index - 1) * _BAR
         ax.barh(height, spread.mean, 0.88 * _BAR, color=COLOURS[index], linewidth=0)
         end = spread.mean
-        if not math.isnan(spread.sd):
-            ax.errorbar(spread.mean, height, xerr=spread.sd, color=INK, linewidth=0.9, capsize=1.8, capthick=0.9)
-            end += spread.sd
+        if not math.isnan(spread.deviation):
+            ax.errorbar(spread.mean, height, xerr=spread.deviation, color=INK, linewidth=0.9, capsize=1.8, capthick=0.9)
+            end += spread.deviation
         ax.text(end + 1.2, height, number(spread.mean), va="center", fontsize=6.5, color=INK)
 
 

@@ -18,27 +18,15 @@ from ratp.matrix import METRICS, mean_of
 from ratp.record import RunRecord
 from ratp.report.probes import area, probed_curves
 from ratp.report.settings import differing, flatten
+from ratp.statistics import NOTHING, Summary, summarise
 
 Measure = Literal["TDG", "TDA", "FA", "Unfamiliar"]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation (n - 1; NaN below two values) of ``n`` values."""
-
-    mean: float
-    sd: float
-    n: int
-
-    @staticmethod
-    def of(values: Iterable[float]) -> Spread:
-        """The spread of some values; NaN values do not count."""
-        kept = [v for v in values if not math.isnan(v)]
-        if not kept:
-            return Spread(math.nan, math.nan, 0)
-        mean = mean_of(kept)
-        sd = math.sqrt(math.fsum((v - mean) ** 2 for v in kept) / (len(kept) - 1)) if len(kept) > 1 else math.nan
-        return Spread(mean, sd, len(kept))
+def summarise_known(values: Iterable[float]) -> Summary:
+    """The values in short; NaN, the accuracy of a domain without labels, does not count."""
+    known = [value for value in values if not math.isnan(value)]
+    return summarise(known) if known else NOTHING
 
 
 @dataclass(frozen=True)
@@ -102,25 +90,25 @@ class Group:
             return f"{len(self.counted)} seed{'s' if len(self.counted) > 1 else ''}"
         return f"{self.runs[0].matrix.stages} of {len(self.order)} stages"
 
-    def spread(self, measure: Measure, domain: str | None = None) -> Spread:
+    def spread(self, measure: Measure, domain: str | None = None) -> Summary:
         """A measure over the seeds: on one domain, or averaged over the domains that have it."""
         if measure not in self._measured:
             self._measured[measure] = [by_domain(run, measure) for run in self.counted]
         if domain is None:
-            return Spread.of(mean_of(list(values.values())) for values in self._measured[measure])
-        return Spread.of(values[domain] for values in self._measured[measure] if domain in values)
+            return summarise_known(mean_of(list(values.values())) for values in self._measured[measure])
+        return summarise_known(values[domain] for values in self._measured[measure] if domain in values)
 
     @cached_property
     def _measured(self) -> dict[Measure, list[dict[str, float]]]:
         return {}
 
     @cached_property
-    def accuracy(self) -> tuple[tuple[Spread, ...], ...]:
+    def accuracy(self) -> tuple[tuple[Summary, ...], ...]:
         """The accuracy matrix over the seeds, cell by cell."""
         stages = min((run.matrix.stages for run in self.counted), default=0)
         columns = range(len(self.order))
         return tuple(
-            tuple(Spread.of(run.matrix.accuracy[stage][domain] for run in self.counted) for domain in columns)
+            tuple(summarise_known(run.matrix.accuracy[stage][domain] for run in self.counted) for domain in columns)
             for stage in range(stages)
         )
 

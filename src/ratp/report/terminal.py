@@ -23,7 +23,8 @@ from ratp.report.cells import (
     order_text,
     text,
 )
-from ratp.report.summary import Group, Measure, Section, Spread, group_runs, sections
+from ratp.report.summary import Group, Measure, Section, group_runs, sections
+from ratp.statistics import Summary
 
 _STYLE: dict[Measure, str] = {"TDG": "cyan", "TDA": "bold", "FA": "magenta", "Unfamiliar": ""}
 _JOINTS = (" ± ", "±", None)
@@ -160,7 +161,7 @@ class _SectionPrinter(Printer):
             lines.append((row.part.name, [Text(f"{seeds} "), *(self.value(cell, joint) for cell in row.cells)]))
         return lines
 
-    def accuracy(self, cell: Spread | None, stage: int, domain: int, joint: str | None) -> Text:
+    def accuracy(self, cell: Summary | None, stage: int, domain: int, joint: str | None) -> Text:
         measure: Measure = "TDA" if stage == domain else "TDG" if stage < domain else "FA"
         if cell is None or not cell.n:
             return Text(self.show(f"{MISSING} "), style="dim")
