@@ -28,7 +28,7 @@ from ratp.plan import RunRequest, resolve
 from ratp.record import RunRecord, fingerprint_of
 from ratp.run import Run
 from ratp.run_process import answer
-from ratp.side_by_side import auto, run_all
+from ratp.side_by_side import run_all, usual_at_once
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -429,13 +429,13 @@ class TestThreads:
 class TestChoices:
     def test_as_many_as_cores(self, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-        assert auto([Run(toy_plan(), tmp_path)], torch.device("cpu")) == 3
+        assert usual_at_once([Run(toy_plan(), tmp_path)], torch.device("cpu")) == 3
 
     @pytest.mark.parametrize(("backbones", "count"), [("dtn dtn", 8), ("dtn resnet50", 1), ("resnet50 resnet50", 1)])
     def test_small_networks_share_a_gpu_and_large_ones_follow_one_another(self, backbones, count):
         recipes = [replace(toy_plan().recipe, network=NetworkConfig(name)) for name in backbones.split()]
         plans = [SimpleNamespace(recipe=recipe) for recipe in recipes]
-        assert auto([SimpleNamespace(plan=plan) for plan in plans], torch.device("cuda")) == count
+        assert usual_at_once([SimpleNamespace(plan=plan) for plan in plans], torch.device("cuda")) == count
 
     def test_devices_and_precisions_follow_one_another(self):
         def run(device, precision):

@@ -35,13 +35,13 @@ from ratp.side_by_side import (
     Lane,
     Listener,
     Result,
-    auto,
     check_at_once,
     make_all,
     memory_error,
     most_in_process,
     run_all,
     stream_lanes,
+    usual_at_once,
 )
 
 # Of processes in a row under one lane; then it takes no more runs, and they are left to other devices.
@@ -146,7 +146,7 @@ def _lanes(runs: Sequence[Run], devices: Sequence[torch.device], at_once: int | 
 def _share(runs: Sequence[Run], device: torch.device, devices: Sequence[torch.device]) -> int:
     """How many runs to make at once on a device among others."""
     beside = sum(other.type == "cpu" for other in devices) if device.type == "cpu" else 1
-    return max(auto(runs, device) // beside, 1)
+    return max(usual_at_once(runs, device) // beside, 1)
 
 
 class _DeviceProcess:

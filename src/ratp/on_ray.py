@@ -26,10 +26,10 @@ from ratp.lock import exclusive
 from ratp.notes import Note
 from ratp.ray_worker import PATIENCE, contents, files_of, make_run, write_files
 from ratp.run import Run
-from ratp.run_folder import holds_run
+from ratp.run_folder import prepare_folder
 from ratp.run_messages import OtherPlanError, decoded, described, fail, options_of
 from ratp.run_process import ONE_THREAD
-from ratp.side_by_side import Listener, Result, auto, check_at_once
+from ratp.side_by_side import Listener, Result, check_at_once, usual_at_once
 
 # How often a run is sent out again because its worker died, unless it got further meanwhile.
 MOST_DEATHS = 3
@@ -256,7 +256,7 @@ class _Work:
     def _begin(self, index: int) -> None:
         run = self._runs[index]
         try:
-            holds_run(run.folder)
+            prepare_folder(run.folder)
             with ExitStack() as stack:
                 stack.enter_context(exclusive(run.folder))
                 remove_leftovers(run.folder)
@@ -367,4 +367,6 @@ class _Work:
 
 def _needs(run: Run) -> dict[str, float]:
     """What a run takes of a cluster: a core, and on GPUs one or its share of one."""
-    return {"CPU": 1.0, "GPU": 1 / auto([run], run.plan.device)} if run.plan.device.type == "cuda" else {"CPU": 1.0}
+    if run.plan.device.type != "cuda":
+        return {"CPU": 1.0}
+    return {"CPU": 1.0, "GPU": 1 / usual_at_once([run], run.plan.device)}

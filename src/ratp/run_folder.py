@@ -28,7 +28,7 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     Raises:
         RunDirectoryError: If it is not.
     """
-    if not holds_run(folder):
+    if not prepare_folder(folder):
         return
     try:
         there = CONFIG.read(read_json(folder / "config.json"), folder / "config.json")
@@ -60,8 +60,8 @@ def as_begun(plan: RunPlan, folder: Path) -> RunPlan:
     return plan if "guard" in there else replace(plan, guard="record")
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run. One that does not exist is made.
+def prepare_folder(folder: Path) -> bool:
+    """Makes a folder if it does not exist, and refuses one that no run can have; returns whether it holds a run.
 
     Raises:
         RunDirectoryError: If it cannot be used, or holds other files and no run.

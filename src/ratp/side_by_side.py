@@ -94,7 +94,7 @@ def make_all(
 def _lanes(runs: Sequence[Run], at_once: int | None) -> Sequence[Lane]:
     """Lanes for runs on one device; none if they follow one another in this thread."""
     device = runs[0].plan.device
-    count = min(len(runs), at_once or auto(runs, device))
+    count = min(len(runs), at_once or usual_at_once(runs, device))
     if device.type == "cuda":
         count = min(count, most_in_process(runs))
     if device.type != "cuda":  # threads to compute with decide the last bits: they depend on what was asked for alone
@@ -121,7 +121,7 @@ def check_at_once(at_once: int | None) -> None:
         raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
 
 
-def auto(runs: Sequence[Run], device: torch.device) -> int:
+def usual_at_once(runs: Sequence[Run], device: torch.device) -> int:
     """How many runs to make at once on a device: as many as cores; on a GPU, several if their networks are small."""
     if device.type == "cuda":
         return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == "dtn" for run in runs) else 1
