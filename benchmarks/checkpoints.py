@@ -26,6 +26,7 @@ from ratp.journal import Journal
 from ratp.midstage import LATEST
 from ratp.plan import RunRequest, resolve
 from ratp.run import SAVE_EVERY, Run
+from ratp.run_files import RunFiles
 
 
 class Clock:
@@ -70,7 +71,7 @@ def measure(request: RunRequest, folder: Path) -> dict[str, float]:
     checkpoint, journal, lock = Clock(), Clock(), Clock()
     steps, size = 0, 0
     with (
-        patch.object(Run, "_save_checkpoint", checkpoint.around(Run._save_checkpoint)),
+        patch.object(RunFiles, "save_checkpoint", checkpoint.around(RunFiles.save_checkpoint)),
         patch.object(Journal, "append", journal.around(Journal.append)),
         patch.object(ratp.run, "exclusive", lock.around_ends(ratp.run.exclusive)),
     ):

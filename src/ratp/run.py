@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any, final
 
 from ratp.device_copies import with_images_on
-from ratp.environment import changes, describe_environment
+from ratp.environment import describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
-from ratp.files import LostFileError, is_whole, read_json, remove_leftovers, write_json, write_tensors, writing
+from ratp.files import LostFileError, write_json
 from ratp.guard import ACT, Watch
 from ratp.journal import Journal
 from ratp.keepsakes import FEATURE_COUNT, save_features, save_samples
 from ratp.lock import exclusive
 from ratp.matrix import Matrix
 from ratp.method import Method, unpack
-from ratp.midstage import Checkpoints
 from ratp.notes import Note
 from ratp.numbers import NumbersLostError, check_numbers, find_batch, lost_numbers
 from ratp.phase import Phase, Tick, train
@@ -36,12 +35,12 @@ from ratp.plan import RunPlan
 from ratp.precision import Precision, single_precision, use_precision
 from ratp.predictions import prediction_files, write_predictions
 from ratp.randomness import Randomness
-from ratp.record import RunRecord, describe_changes, fingerprint_of, read_run
+from ratp.record import RunRecord, describe_changes, read_run
+from ratp.run_files import RunFiles
 from ratp.run_folder import as_begun, check_folder
-from ratp.schema import ENVIRONMENT, MATRIX, WEIGHTS, NewerFileError
 from ratp.source_models import SourceModels
 from ratp.stage import Stage, ready
-from ratp.states import State, States, StateWarning
+from ratp.states import State, StateWarning
 from ratp.stream import Stream
 
 SAVE_EVERY = 120.0
@@ -99,7 +98,6 @@ class Run:
         self.features = features
         self.save_every = save_every
         self._precision = plan.precision
-        self._journal = Journal(self.folder)
         self._is_told = plan.method.uses_target_labels(plan.config)
         if not wait:
             _ = self.config, self.method
@@ -173,92 +171,61 @@ class Run:
                 if self._models:
                     self._models.release()
             write_predictions(self.method, self.stream, self.folder)
-            if not is_whole(self.folder / "weights.safetensors"):
+            if not self._files.has_weights:
                 state = self.method.state()
-                about = {"fingerprint": self.config["fingerprint"], "classes": list(self.stream.classes)}
-                network = unpack(state).get("network", state)
-                write_tensors(self.folder / "weights.safetensors", network, WEIGHTS.marked(about))
-                self._journal.note("run_finished")
-            self._states.settle()
-            self._checkpoints.remove()
+                self._files.write_weights(unpack(state).get("network", state), self.stream.classes)
+                self._files.journal.note("run_finished")
+            self._files.settle()
 
     def _open(self) -> None:
         """Starts the directory, or takes up the run where its last finished stage, or a checkpoint, left it."""
-        self._checkpoints = Checkpoints(self.folder, self.config["fingerprint"], self.save_every)
-        self._states = States(self.folder, self.config["fingerprint"])
-        remove_leftovers(self.folder)
-        state, lost = self._states.find()
+        self._files = RunFiles(self.folder, self.config, self.save_every)
+        state, lost = self._files.find_state()
         self._take_up(state)
-        is_new = state is None and next(self._checkpoints.found(0), None) is None
+        is_new = state is None and next(self._files.checkpoints.found(0), None) is None
         if is_new:
             self._start()
         else:
-            self._bring_in_line(state.finished if state else ())
+            self._bring_in_line(state)
         if lost:
             self._go_back(state, lost)
         if not is_new:
             self._note_return()
 
-    def _bring_in_line(self, finished: Sequence[Mapping[str, Any]]) -> None:
-        """Has config, matrix and journal say what the state says: that is what counts."""
-        if fingerprint_of(read_json(self.folder / "config.json")) != self.config["fingerprint"]:
-            write_json(self.folder / "config.json", self.config)
-        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
-        try:
-            kept = self._journal.before(self.matrix.stages)
-        except LostFileError as error:
-            self._journal.keep(finished)
-            self._journal.note("journal_lost", what=str(error))
-            told = f"{error} It begins anew, with the ends of the finished stages"
+    def _start(self) -> None:
+        """Writes what a directory begins with."""
+        self._files.begin(self.matrix, self._environment())
+        save_samples(self.folder, self.method, self.stream, self.plan.device)
+        self._files.journal.note("run_started")
+
+    def _bring_in_line(self, state: State | None) -> None:
+        """Has all files say what the state says."""
+        lost = self._files.bring_in_line(self.matrix, state.finished if state else ())
+        if lost:
+            told = f"{lost} It begins anew, with the ends of the finished stages"
             warnings.warn(told, JournalWarning, stacklevel=3)
-            return
-        known = sum(event["event"] == "stage_finished" for event in kept)
-        self._journal.keep([*kept, *finished[known:]])
 
     def _go_back(self, state: State | None, lost: str) -> None:
         """Says that the last state is lost, and removes what came after the one that the run goes on from."""
-        self._journal.note("state_lost", what=lost, finished_stages=self.matrix.stages)
-        with writing(self.folder):
-            for path in (self.folder / "weights.safetensors", *self.predictions):
-                path.unlink(missing_ok=True)
-        if next(self._checkpoints.found(self.matrix.stages), None) is None:
-            self._checkpoints.remove()
-        self._states.go_back(state)
+        self._files.journal.note("state_lost", what=lost, finished_stages=self.matrix.stages)
+        self._files.go_back(state, self.matrix.stages, self.predictions)
         stages = f"{self.matrix.stages} of {len(self.stream.order)} stages"
         where = f"from {state.path.name}, after {stages}" if state else "from the start"
         warnings.warn(f"{lost} The run goes on {where}", StateWarning, stacklevel=3)
 
     def _note_return(self) -> None:
         """Notes that the run goes on, and what has changed around it."""
-        changed = self._environment_changes()
+        changed = self._files.environment_changes(self._environment())
         if self.matrix.complete:
             return
         about = {"environment": changed} if changed else {}
-        self._journal.note("run_resumed", finished_stages=self.matrix.stages, **about)
+        self._files.journal.note("run_resumed", finished_stages=self.matrix.stages, **about)
         if changed:
             told = describe_changes(changed)
             warnings.warn(f"this run began in another environment: {told}", EnvironmentWarning, stacklevel=3)
 
-    def _environment_changes(self) -> dict[str, list[Any]]:
-        """What differs from the environment the run began with; if nothing tells of that, it is this one."""
-        path, now = self.folder / "environment.json", describe_environment(self.plan.device, self.plan.precision)
-        try:
-            return changes(ENVIRONMENT.read(read_json(path), path), now)
-        except NewerFileError:
-            raise
-        except RunDirectoryError:
-            write_json(path, ENVIRONMENT.marked(now))
-            return {}
-
-    def _start(self) -> None:
-        """Writes what a directory begins with."""
-        write_json(self.folder / "config.json", self.config)  # first: it makes the folder recognisable
-        about = describe_environment(self.plan.device, self.plan.precision)
-        write_json(self.folder / "environment.json", ENVIRONMENT.marked(about))
-        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
-        self._journal.keep(())
-        save_samples(self.folder, self.method, self.stream, self.plan.device)
-        self._journal.note("run_started")
+    def _environment(self) -> dict[str, Any]:
+        return describe_environment(self.plan.device, self.plan.precision)
 
     def _take_up(self, state: State | None) -> None:
         """Builds the method and brings it to a state; None: it has learnt nothing yet."""
@@ -273,14 +240,14 @@ class Run:
     def _undo(self) -> None:
         """Takes up the state before the stage under way, as it lies on the disk."""
         try:
-            self._take_up(self._states.latest() if self.matrix.stages else None)
+            self._take_up(self._files.states.latest() if self.matrix.stages else None)
         except LostFileError as error:
             raise RunDirectoryError(f"{error} The same command goes on from what was kept before it.") from error
 
     def _stage(self, stage: int) -> Iterator[Event]:
         """A stage; if its numbers are lost, once more from where they were last saved, in single precision."""
         if self._was_tried_again(stage):
-            batch = self._batch_file(stage)
+            batch = self._files.batch(stage)
             yield from self._try_again(stage, batch if batch.exists() else None)
             return
         try:
@@ -298,7 +265,7 @@ class Run:
 
     def _was_tried_again(self, stage: int) -> bool:
         """Whether the run was stopped in the second attempt at a stage."""
-        checkpoint = next(self._checkpoints.found(stage), None)
+        checkpoint = next(self._files.checkpoints.found(stage), None)
         return checkpoint is not None and any(event["event"] == "numbers_lost" for event in checkpoint.events)
 
     def _try_again(self, stage: int, batch: Path | None) -> Iterator[Event]:
@@ -324,26 +291,21 @@ class Run:
         self._undo()
         work, name = self._prepare(stage), self.stream.order[stage]
         found = find_batch(work.phases, work.progress, error, self._captures)
-        self._journal.keep(self._journal.before(stage))
-        self._journal.note("numbers_lost", stage=stage, domain=name, what=str(error), precision=self._precision)
+        self._files.lose_numbers(stage, name, str(error), self._precision)
         if found is None:
             return None
         files = self.stream.files.get(name, ()) if stage else ()  # of the source, only a part is trained on
-        path = self._batch_file(stage)
         names = [files[place] for place in found.images if place < len(files)]
+        path = self._files.batch(stage)
         write_json(path, {"stage": stage, "domain": name, "what": str(error), **asdict(found), "files": names})
         return path
-
-    def _batch_file(self, stage: int) -> Path:
-        """Where the batch is written down that the numbers of a stage were lost with."""
-        return self.folder / f"bad-batch-{stage}.json"
 
     def _attempt(self, stage: int) -> Iterator[Event]:
         name = self.stream.order[stage]
         watch = self._watch(stage)
         work = self._prepare(stage)
         yield StageStarted(stage, name, work.images, work.total, work.done)
-        self._note_start(name, work)
+        self._files.begin_stage(work, name)
         started = epoch_started = time.perf_counter()
         if self.probe and not work.done:
             yield from self._measure(stage, 0.0)
@@ -364,14 +326,14 @@ class Run:
                 if probes:
                     yield from self._measure(stage, work.done / work.total)
                     epoch_started, saved = time.perf_counter(), False
-                if self._checkpoints.due:
+                if self._files.checkpoints.due:
                     check_numbers(moment.means, work.progress)
-                    self._save_checkpoint(work, time.perf_counter() - started)
+                    self._files.save_checkpoint(work, time.perf_counter() - started)
                     saved = True
         except GeneratorExit:
             is_sound = not isinstance(moment, Tick) or not lost_numbers(moment.means)
             if self.save_every is not None and not saved and is_sound:
-                self._save_checkpoint(work, time.perf_counter() - started)
+                self._files.save_checkpoint(work, time.perf_counter() - started)
             raise
         self._check_weights(work)
         guard = self._judge(watch) if watch else None
@@ -383,7 +345,7 @@ class Run:
             found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
             save_features(self.folder, found, self.stream, stage)
         self._finish_stage(stage, row, work.statistics, seconds, guard)
-        self._checkpoints.remove()
+        self._files.checkpoints.remove()
         yield StageFinished(stage, name, row, work.statistics, seconds, guard)
 
     @property
@@ -392,7 +354,7 @@ class Run:
 
     def _prepare(self, stage: int) -> Stage:
         """The phases of a stage, as its latest usable checkpoint left them, or from the start."""
-        for checkpoint in (*self._checkpoints.found(stage), None):
+        for checkpoint in (*self._files.checkpoints.found(stage), None):
             phases, images = self._phases(stage)
             if checkpoint is not None:
                 ready(phases, checkpoint)
@@ -421,19 +383,6 @@ class Run:
         if undone:
             self._undo()
         return {"rolled_back": undone, **verdict.to_json()}
-
-    def _note_start(self, name: str, work: Stage) -> None:
-        """Notes the start of a stage, or what the journal had said of it before it was interrupted."""
-        if work.done:
-            for event in work.events:
-                self._journal.append(event)
-            self._journal.note("stage_resumed", stage=work.number, domain=name, done=work.done)
-        else:
-            self._journal.note("stage_started", stage=work.number, domain=name, images=work.images, steps=work.total)
-
-    def _save_checkpoint(self, work: Stage, seconds: float) -> None:
-        """Keeps where a stage is."""
-        self._checkpoints.save(work.checkpoint(seconds, self._journal.of_stage(work.number)))
 
     def _check_weights(self, work: Stage) -> None:
         """Raises an error if the last update made something that is no number."""
@@ -478,15 +427,13 @@ class Run:
             **({"guard": guard} if guard else {}),
             **({"precision": self._precision} if self._precision != self.plan.precision else {}),
         )
-        self._states.save(self.method.state(), self.matrix, [*self._journal.finished(), event])
-        write_json(self.folder / "matrix.json", MATRIX.marked(self.matrix.to_json()))
-        self._journal.append(event)
+        self._files.finish_stage(self.method.state(), self.matrix, event)
 
     def _note_epoch(self, work: Stage, tick: Tick, started: float) -> None:
         means = {name: float(value) for name, value in tick.means.items()}
         check_numbers(means, work.progress)
         check_numbers(tick.statistics, work.progress)
-        self._journal.note(
+        self._files.journal.note(
             "epoch",
             stage=work.number,
             domain=self.stream.order[work.number],
@@ -517,5 +464,5 @@ class Run:
 
     def _probed(self, stage: int, progress: float, measured: Mapping[str, float]) -> Probed:
         name = self.stream.order[stage]
-        self._journal.note("probe", stage=stage, domain=name, progress=progress, accuracy=dict(measured))
+        self._files.journal.note("probe", stage=stage, domain=name, progress=progress, accuracy=dict(measured))
         return Probed(stage, name, progress, measured)
