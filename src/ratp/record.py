@@ -56,6 +56,7 @@ class RunRecord:
         matrix: Accuracies of the finished stages.
         journal: Events in order.
         name: What to call it in tables; None: after its method and what was changed.
+        differing: Switches and sizes that are not the usual ones; None: those that its config says were changed.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class RunRecord:
     matrix: Matrix
     journal: tuple[Mapping[str, Any], ...]
     name: str | None = None
+    differing: Mapping[str, Any] | None = None
 
     @property
     def method(self) -> str:
@@ -82,8 +84,13 @@ class RunRecord:
         preset = self.config["preset"]
         extra = [ORACLE] if self.is_oracle else []
         extra += [preset] if preset != "official" else []
-        extra += [f"{name}={value}" for name, value in self.config["changed"].items() if name not in switches]
+        extra += [f"{name}={value}" for name, value in self.changed.items() if name not in switches]
         return f"{self.method} ({', '.join(extra)})" if extra else self.method
+
+    @property
+    def changed(self) -> Mapping[str, Any]:
+        """Switches and sizes that are not the usual ones."""
+        return self.config["changed"] if self.differing is None else self.differing
 
     @property
     def is_oracle(self) -> bool:

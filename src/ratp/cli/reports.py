@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ratp.changed import by_now
 from ratp.cli.console import print_json, say, stdout
 from ratp.cli.runs import Json, Quiet
 from ratp.errors import RatpError, RunDirectoryError
@@ -50,11 +51,11 @@ def report(
 def _read(path: Path) -> list[RunRecord]:
     """The run at ``path``, or all in that folder: run directories or, if there are none, exported results."""
     if not path.is_dir() or is_run(path):
-        return [read_run(path)]
+        return [by_now(read_run(path))]
     inside = sorted(filter(is_run, path.iterdir())) or sorted(path.glob("*.json"))
     if not inside:
         raise RunDirectoryError(f"{path} holds no run: no config.json, no folder with one and no exported result.")
-    return [read_run(item) for item in inside]
+    return [by_now(read_run(item)) for item in inside]
 
 
 def _export(records: list[RunRecord], folder: Path) -> None:
@@ -76,7 +77,7 @@ def _name(record: RunRecord) -> str:
     if config["stream"] in STREAMS and order != STREAMS[config["stream"]].orders["default"]:
         parts.append("-".join(order))
     parts += [config["preset"]] if config["preset"] != DEFAULT_PRESET else []
-    if changed := "-".join(f"{name}={value}" for name, value in config["changed"].items()):
+    if changed := "-".join(f"{name}={value}" for name, value in record.changed.items()):
         parts.append(changed if len(changed) <= _LONGEST else str(config.get("fingerprint", "changed"))[:12])
     return safe_name("-".join(parts))
 

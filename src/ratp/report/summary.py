@@ -235,7 +235,7 @@ def _section(stream: str, order: tuple[str, ...], groups: Sequence[Group]) -> Se
 
 def _changed_in_all(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Switches that were changed in the same way in all runs."""
-    first, *others = (_texts(run.config.get("changed")) for run in runs)
+    first, *others = (_texts(run.changed) for run in runs)
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
