@@ -47,7 +47,23 @@ def accuracy(method: Method, domain: LabelledDomain) -> float:
     Raises:
         TrainingError: If predictions are no numbers any more.
     """
-    logits = method.predict(domain.images)
+    return _share_right(method.predict(domain.images), domain)
+
+
+def accuracy_as(method: Method, domain: LabelledDomain, stage: int) -> float | None:
+    """Accuracy in percent on the labelled domain of a stage if the method is told which it is.
+
+    Returns:
+        The accuracy; None: to know the domain makes no difference to the method.
+
+    Raises:
+        TrainingError: If predictions are no numbers any more.
+    """
+    logits = method.predict_as(domain.images, stage)
+    return None if logits is None else _share_right(logits, domain)
+
+
+def _share_right(logits: Tensor, domain: LabelledDomain) -> float:
     right = (logits.argmax(dim=1) == domain.labels.to(logits.device)).sum()
     # one number comes back from the device
     count = int(right.where(logits.isfinite().all(), -1))

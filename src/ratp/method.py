@@ -152,6 +152,11 @@ class Method(ABC):
         """What to do on one more target domain, with its labels."""
         raise RatpError(f"{self.name} must not be told the labels of {domain.name!r}.")
 
+    def predict_as(self, images: Tensor, stage: int) -> Tensor | None:
+        """As :meth:`predict`, for images known to be of the domain of a stage; None: to know it makes no difference."""
+        del images, stage
+        return None
+
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """What the method makes of some uint8 images before learning from them, for the report."""
         del images, generator

@@ -19,7 +19,7 @@ from typing import Any, final
 from ratp.device_copies import with_images_on
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-from ratp.evaluate import accuracy, embeddings
+from ratp.evaluate import accuracy, accuracy_as, embeddings
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.files import LostFileError, write_json
 from ratp.guard import ACT, Watch
@@ -398,6 +398,15 @@ class Run:
         except TrainingError as error:
             raise work.lost_at_the_end(str(error)) from error
 
+    def _row_as_told(self, stage: int) -> dict[str, float]:
+        """Accuracies on the domains so far if it is told which they are; nothing if that makes no difference."""
+        tests = [(number, test) for number, test in enumerate(self.stream.tests[: stage + 1]) if test is not None]
+        try:
+            found = {test.name: accuracy_as(self.method, test, number) for number, test in tests}
+        except TrainingError:
+            return {}
+        return {name: value for name, value in found.items() if value is not None}
+
     def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
         device = self.plan.device
         if stage == 0:
@@ -417,6 +426,7 @@ class Run:
         guard: Mapping[str, Any] | None,
     ) -> None:
         self.matrix = self.matrix.with_row([row.get(name, math.nan) for name in self.stream.order])
+        told = self._row_as_told(stage)
         event = Journal.now(
             "stage_finished",
             stage=stage,
@@ -424,6 +434,7 @@ class Run:
             accuracy=dict(row),
             statistics=dict(statistics),
             seconds=round(seconds, 3),
+            **({"accuracy_as_told": told} if told else {}),
             **({"guard": guard} if guard else {}),
             **({"precision": self._precision} if self._precision != self.plan.precision else {}),
         )

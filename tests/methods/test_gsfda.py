@@ -15,6 +15,7 @@ from ratp.parts.domain_attention import annealed_scale, domain_masks, used_elsew
 from ratp.parts.information import entropy
 from ratp.parts.neighbourhood import Bank, disagreement
 from ratp.randomness import Randomness
+from ratp.run import Run
 
 NAME = "gsfda"
 
@@ -210,6 +211,18 @@ class TestMasks:
             z = network(method.scaling(source.images)).embedding
         expected = z * domain_masks(method.gate.domains[0]) @ network.prototypes.T
         torch.testing.assert_close(oracle, expected.detach())
+
+    def test_a_run_notes_what_it_would_reach_if_it_were_told_the_domain(self, tmp_path):
+        run = Run(toy_plan(NAME), tmp_path / "run")
+        ends = run.execute().events("stage_finished")
+        names = run.stream.order
+        assert [tuple(end["accuracy_as_told"]) for end in ends] == [names[: stage + 1] for stage in range(len(names))]
+        for end in ends:
+            assert end["accuracy_as_told"][end["domain"]] == end["accuracy"][end["domain"]]
+        tests = dict(zip(names, run.stream.tests, strict=True))
+        for stage, name in enumerate(names):
+            right = run.method.predict_as(tests[name].images, stage).argmax(dim=1) == tests[name].labels
+            assert ends[-1]["accuracy_as_told"][name] == pytest.approx(100 * right.float().mean().item())
 
     def test_one_slot_leaves_everything_free(self):
         method, source, targets = checks.built(NAME, slots=1)

@@ -9,7 +9,8 @@ target, images learn to agree with their neighbours (:mod:`ratp.parts.neighbourh
   the batches, − H(p̄). BatchNorm's γ and β of the feature extractor, the bottleneck and the classifier learn; what a
   channel learns is multiplied by 1 − a, a the largest mask any other domain has on it.
 * After a stage: exemplars go to the memory, with what the model predicts for them. All domains are predicted with the
-  mask of the latest stage; :meth:`GSFDA.predict_as` takes the mask of a known stage instead.
+  mask of the latest stage; :meth:`GSFDA.predict_as` takes the mask of a known stage instead, and what that would give
+  is in the journal and, as a note, in reports.
 * ``augment`` adds RandMix: copies of all source images, and of target images the model is confident about. A copy
   learns from the neighbours of its image, or from the label of its exemplar; diversity is that of the images alone.
 

@@ -18,6 +18,7 @@ from ratp.matrix import METRICS, mean_of
 from ratp.record import RunRecord
 from ratp.report.probes import area, probed_curves
 from ratp.report.settings import differing, flatten
+from ratp.report.told import forgetting_as_told
 from ratp.statistics import NOTHING, Summary, summarise
 
 Measure = Literal["TDG", "TDA", "FA", "Unfamiliar"]
@@ -273,6 +274,9 @@ def _group_notes(group: Group) -> list[str]:
         notes += [f"{group.label}, seed {run.seed}: went on in another environment: {move}." for move in run.moves]
     for run in group.runs:
         notes += [f"{group.label}, seed {run.seed}: the guard rolled back {text}." for text in run.rollbacks]
+    told = summarise_known(forgetting_as_told(run) for run in group.counted)
+    if told.n:
+        notes.append(f"{group.label}: told the domain of every image, it would have FA {told.mean:.1f}.")
     probed = sum(bool(by_domain(run, "Unfamiliar")) for run in group.counted)
     if 0 < probed < len(group.counted):
         notes.append(f"{group.label}: Unfamiliar is over {probed} of {len(group.counted)} seeds, the ones measured.")
