@@ -24,7 +24,8 @@ from ratp.events import Trained
 from ratp.files import write_json
 from ratp.journal import Journal
 from ratp.midstage import LATEST
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.run import SAVE_EVERY, Run
 from ratp.run_files import RunFiles
 

@@ -27,8 +27,9 @@ from ratp.evaluate import accuracy
 from ratp.files import write_json
 from ratp.methods import METHODS
 from ratp.phase import Phase, Tick, train
-from ratp.plan import RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, resolve
 from ratp.precision import use_precision
+from ratp.request import RunRequest
 from ratp.stream import DataOptions, Stream
 
 EPOCHS = 2  # trained of every phase

@@ -38,8 +38,9 @@ from ratp.evaluate import accuracy
 from ratp.files import read_json, write_json
 from ratp.guard import Watch
 from ratp.method import Method
-from ratp.plan import RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, resolve
 from ratp.randomness import Randomness
+from ratp.request import RunRequest
 from ratp.signs import Signs, decide
 from ratp.stream import DataOptions, LoadedDomain, Stream
 from ratp.streams import STREAMS as SPECS

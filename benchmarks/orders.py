@@ -16,7 +16,8 @@ from ratp.environment import describe_environment
 from ratp.errors import RatpError
 from ratp.events import Event, StageFinished
 from ratp.files import write_json
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.side_by_side import run_all
 from ratp.stream import DataOptions

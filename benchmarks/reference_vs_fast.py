@@ -27,7 +27,8 @@ from ratp.environment import describe_environment
 from ratp.evaluate import accuracy
 from ratp.files import write_json
 from ratp.phase import Phase
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.stream import Stream
 from reference.ratp_reference.images import ImagesInMemory, read_folder, write_folder
 from reference.ratp_reference.matrix import metrics

@@ -25,7 +25,8 @@ from ratp.errors import RatpError
 from ratp.events import Event, Trained
 from ratp.files import write_json
 from ratp.on_devices import run_all_on_devices
-from ratp.plan import RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, resolve
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.side_by_side import run_all
 

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from ratp.cli.main import main
 from ratp.domain import LabelledDomain
 from ratp.method import Method
-from ratp.plan import RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, resolve
 from ratp.randomness import Randomness
+from ratp.request import RunRequest
 from ratp.stream import DataOptions, LoadedDomain, StreamSpec, make_stream
 
 TINY: dict[str, Any] = {

@@ -88,7 +88,7 @@ def test_only_one_module_needs_ray(module):
 
 @pytest.mark.parametrize("module", within("ratp.data"))
 def test_data_knows_nothing_of_methods_and_runs(module):
-    names = ("method", "methods", "phase", "run", "plan", "report", "cli", "stream")
+    names = ("method", "methods", "phase", "run", "request", "plan", "report", "cli", "stream")
     above = tuple(f"ratp.{name}" for name in names)
     assert not {name for name in own(module) if name in above or name.startswith(tuple(f"{a}." for a in above))}
 
@@ -100,7 +100,8 @@ def test_a_method_never_imports_another(module):
 
 @pytest.mark.parametrize("module", [m for m in within("ratp.methods") if m != "ratp.methods"])
 def test_a_method_knows_neither_runs_nor_streams_nor_evaluation(module):
-    above = {"ratp.run", "ratp.plan", "ratp.stream", "ratp.evaluate", "ratp.record", "ratp.matrix", "ratp.files"}
+    names = ("run", "request", "plan", "stream", "evaluate", "record", "matrix", "files")
+    above = {f"ratp.{name}" for name in names}
     assert not own(module) & above
     assert not {name for name in own(module) if name.startswith(("ratp.data", "ratp.report", "ratp.cli"))}
 

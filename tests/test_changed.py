@@ -9,8 +9,9 @@ import pytest
 from ratp.changed import by_now
 from ratp.matrix import Matrix
 from ratp.methods import METHODS
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
 from ratp.record import RunRecord
+from ratp.request import RunRequest
 
 
 def record(method, changes=None, said=None, config=None):

@@ -36,11 +36,12 @@ from ratp.guard import find_mode
 from ratp.methods import METHODS
 from ratp.methods.source_only import SourceOnly
 from ratp.parts.pictures import broken, picture_structure
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
 from ratp.randomness import Randomness
 from ratp.record import read_run
 from ratp.report.page import write_report
 from ratp.report.terminal import print_report
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.signs import (
     LIMITS,

@@ -26,8 +26,8 @@ from ratp.errors import ConfigError
 from ratp.events import StageFinished, StageStarted, Trained
 from ratp.on_devices import find_devices, run_all_on_devices
 from ratp.phase import Tick
-from ratp.plan import RunRequest
 from ratp.record import RunRecord
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.run_process import ProcessGoneError
 from ratp.study import find_executor, run_study

@@ -23,9 +23,10 @@ from ratp.lock import exclusive, is_held
 from ratp.midstage import LATEST
 from ratp.network import NetworkConfig
 from ratp.on_ray import RoomWarning, run_all_on_ray
-from ratp.plan import RunPlan, RunRequest
+from ratp.plan import RunPlan
 from ratp.ray_worker import WORKPLACE, make_run
 from ratp.record import RunRecord
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.run_messages import described, options_of
 from ratp.side_by_side import SMALL_ON_GPU, run_all

@@ -17,8 +17,9 @@ from ratp.errors import ConfigError
 from ratp.method import Method
 from ratp.methods import METHODS, find_method
 from ratp.network import Network, NetworkConfig
-from ratp.plan import RunRequest, find_device, preset_config, resolve
+from ratp.plan import find_device, preset_config, resolve
 from ratp.recipe import Recipe
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.stream import make_stream
 from ratp.streams import STREAMS

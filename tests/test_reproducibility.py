@@ -8,9 +8,10 @@ import pytest
 from helpers import load_tool
 from ratp.errors import RatpError
 from ratp.matrix import METRICS, Matrix
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
 from ratp.published import Published, cells
 from ratp.record import RunRecord
+from ratp.request import RunRequest
 from ratp.statistics import summarise
 from ratp.streams.benchmarks import DIGITS, PACS
 

@@ -24,8 +24,9 @@ from ratp.device_copies import shared_copy, with_images_on
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Probed, StageFinished, StageStarted, Trained
 from ratp.network import NetworkConfig
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
 from ratp.record import RunRecord, fingerprint_of
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.run_process import answer
 from ratp.side_by_side import run_all, usual_at_once

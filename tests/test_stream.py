@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from helpers import toy_domain, toy_domains, toy_spec
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError, RatpError
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.stream import DataOptions, make_stream, parse_order, stratified_mask
 from ratp.streams import STREAMS, find_stream
 

@@ -26,9 +26,9 @@ from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import StageStarted
 from ratp.files import write_tensors
 from ratp.lock import LOCK_FILE, exclusive, is_held
-from ratp.plan import RunRequest
 from ratp.record import RunRecord, read_run
 from ratp.report.study_tables import missing_table
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.study import Study, run_study
 from ratp.study_file import read_study

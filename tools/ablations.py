@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratp.matrix import METRICS, Metric
-from ratp.plan import NO_WEIGHTS, RunRequest
+from ratp.plan import NO_WEIGHTS
 from ratp.record import RunRecord, read_run
 from ratp.report.cells import text
 from ratp.report.summary import summarise_known
+from ratp.request import RunRequest
 from ratp.statistics import Paired, paired
 from ratp.study import Study
 from ratp.study_file import read_study

@@ -13,9 +13,10 @@ from statistics import mean
 
 from ratp.errors import RatpError
 from ratp.matrix import Metric
-from ratp.plan import RunPlan, RunRequest, resolve, usual_weights
+from ratp.plan import RunPlan, resolve, usual_weights
 from ratp.published import SPELLING, Published, cells
 from ratp.record import RunRecord, read_run
+from ratp.request import RunRequest
 from ratp.statistics import AVERAGE, Summary, summarise, verdict
 from ratp.streams import find_stream
 from ratp.study import is_config_of

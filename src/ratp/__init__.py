@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ratp.method import Method, Setting, pack, unpack
     from ratp.network import Network
     from ratp.phase import Phase
-    from ratp.plan import RunPlan, RunRequest, resolve
+    from ratp.plan import RunPlan, resolve
     from ratp.record import RunRecord, read_run
+    from ratp.request import RunRequest
     from ratp.run import Run
     from ratp.stream import DataOptions, Stream
 
@@ -65,8 +66,9 @@ _HOMES = {
     "method": ("Method", "Setting", "pack", "unpack"),
     "network": ("Network",),
     "phase": ("Phase",),
-    "plan": ("RunPlan", "RunRequest", "resolve"),
+    "plan": ("RunPlan", "resolve"),
     "record": ("RunRecord", "read_run"),
+    "request": ("RunRequest",),
     "run": ("Run",),
     "stream": ("DataOptions", "Stream"),
 }

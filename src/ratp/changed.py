@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from ratp.errors import ConfigError
 from ratp.methods import METHODS
-from ratp.plan import NO_WEIGHTS, RunRequest, resolve
+from ratp.plan import NO_WEIGHTS, resolve
 from ratp.record import RunRecord
+from ratp.request import RunRequest
 from ratp.streams import STREAMS
 
 

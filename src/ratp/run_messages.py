@@ -19,7 +19,8 @@ from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.phase import Tick
-from ratp.plan import RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, resolve
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.stream import DataOptions
 

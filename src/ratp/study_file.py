@@ -38,8 +38,9 @@ import torch
 from ratp.errors import ConfigError, unknown
 from ratp.files import safe_name
 from ratp.methods import METHODS
-from ratp.plan import DEFAULT_PRESET, RunRequest, find_device, resolve
+from ratp.plan import find_device, resolve
 from ratp.precision import find_precision
+from ratp.request import DEFAULT_PRESET, RunRequest
 from ratp.streams import STREAMS, is_folder
 from ratp.study import Entry, Study, run_name
 from ratp.study_record import Row

@@ -20,8 +20,8 @@ from helpers import files_of, journal_of, ratp
 from ratp.cli.study_progress import follow_study
 from ratp.matrix import Matrix
 from ratp.notes import Note
-from ratp.plan import RunRequest
 from ratp.record import read_run
+from ratp.request import RunRequest
 from ratp.study_file import read_study
 from tiny_study import grid, study_file, traces
 

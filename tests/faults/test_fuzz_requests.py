@@ -12,7 +12,8 @@ from warm import attempt
 from helpers import CLASSES, TINY, toy_plan
 from own_images import encoded, picture
 from ratp.config import as_dict
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.stream import DataOptions
 from ratp.streams import STREAMS
 from ratp.study_file import read_study

@@ -18,8 +18,9 @@ from ratp.methods.adacontrast import AdaContrast, AdaContrastConfig
 from ratp.parts.adacontrast import contrast_logits, contrast_loss, neighbour_mean
 from ratp.parts.batch_norm import batch_norms, by_batch
 from ratp.parts.information import mean_prediction_entropy
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
 from ratp.randomness import Randomness
+from ratp.request import RunRequest
 from ratp.training import look
 
 FEW = {"queue": 20}

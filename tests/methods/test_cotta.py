@@ -13,7 +13,8 @@ from ratp.errors import ConfigError
 from ratp.parts.batch_norm import batch_norms, by_batch
 from ratp.parts.cotta import teacher_loss
 from ratp.parts.cotta_views import CoTTAView
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 
 FEW = {"views": 3}
 PLAIN_SGD = {"step.optimiser": "sgd", "step.rate": 0.1, "step.momentum": 0.0, "nesterov": False}

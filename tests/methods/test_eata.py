@@ -12,7 +12,8 @@ from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.methods.eata import distance, select, weighted_entropy
 from ratp.parts.batch_norm import affine_parameters, by_batch
 from ratp.parts.information import logit_entropy
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 
 LIKE_TENT = {"margin": 2.0, "similarity": 2.0, "weighted": False, "fisher_weight": 0.0}
 

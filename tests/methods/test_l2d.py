@@ -13,7 +13,8 @@ from ratp.errors import ConfigError
 from ratp.parts.club import misfit
 from ratp.parts.scl import supervised_contrastive
 from ratp.parts.shot_labels import shot_labels
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.run import Run
 from test_capture import ReadBack
 

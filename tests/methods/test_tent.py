@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.parts.batch_norm import affine_parameters, batch_norms, by_batch
 from ratp.parts.information import logit_entropy
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 
 
 def built(name="tent", trained=True, **changes):

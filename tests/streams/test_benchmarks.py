@@ -12,7 +12,8 @@ import pytest
 from helpers import ratp
 from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
 from ratp.errors import ConfigError, RatpError
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.stream import DataOptions
 from ratp.streams import STREAMS
 from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS

@@ -12,7 +12,8 @@ from helpers import TINY, ratp
 from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folders, worked, zipped
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.run_messages import described, planned
 from ratp.streams import find_stream
 from ratp.streams.own import RECIPE, from_file, from_paths, from_root

@@ -15,7 +15,8 @@ from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tenso
 from own_images import OPTIONS, images, put, run_folders, worked
 from ratp.domain import UnlabelledDomain
 from ratp.events import StageStarted
-from ratp.plan import RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.stream import make_stream
 

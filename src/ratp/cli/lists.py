@@ -26,7 +26,8 @@ from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.method import Method
 from ratp.methods import METHODS, find_method
-from ratp.plan import DEFAULT_PRESET, RunRequest, resolve
+from ratp.plan import resolve
+from ratp.request import DEFAULT_PRESET, RunRequest
 from ratp.stream import Domain, parse_order
 from ratp.streams import STREAMS, find_stream
 

@@ -14,8 +14,8 @@ from ratp.cli.console import print_json, say, stdout
 from ratp.cli.runs import Json, Quiet
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import safe_name
-from ratp.plan import DEFAULT_PRESET
 from ratp.record import RunRecord, is_run, read_run
+from ratp.request import DEFAULT_PRESET
 from ratp.streams import STREAMS
 
 _LONGEST = 40  # letters that changed switches may have in a file's name

@@ -19,8 +19,9 @@ from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
 from ratp.methods import METHODS
 from ratp.on_devices import find_devices
-from ratp.plan import DEFAULT_PRESET, RunPlan, RunRequest, resolve
+from ratp.plan import RunPlan, resolve
 from ratp.record import RunRecord
+from ratp.request import DEFAULT_PRESET, RunRequest
 from ratp.run import SAVE_EVERY, Run
 from ratp.study import Executor, find_executor
 

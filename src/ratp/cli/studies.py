@@ -32,8 +32,8 @@ from ratp.cli.runs import (
 )
 from ratp.cli.study_progress import follow_study
 from ratp.errors import ConfigError, RunDirectoryError, brief
-from ratp.plan import RunRequest
 from ratp.record import RunRecord, is_run, read_run
+from ratp.request import RunRequest
 from ratp.study import FAILURES, STATES, Entry, State, Study, find_executor
 from ratp.study_file import read_study
 
