@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -254,6 +256,31 @@ class TestInterruption:
         on_workers(study)
         assert_same_results(study, four)
         assert any(journal_of(entry.folder, "run_resumed") for entry in interrupted)
+
+    def test_sigterm(self, cluster, tmp_path):
+        """Ray has a handler of its own, with words of its own."""
+        endless = '[[grid.variant]]\nname = "endless"\nmethod = "ratp"\nset = { epochs = 100000 }\n'
+        path = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1]") + endless)
+        place = ray.get_runtime_context().gcs_address
+        words = ["study", "run", path, "--out", tmp_path / "runs", "--device", "cpu", "--on", "ray"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ratp", *map(str, words), "--ray-address", place],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        study = read_study(path, tmp_path / "runs", BASE)
+        try:
+            wait_until(lambda: [*study.states().values()] == ["finished", "running"], seconds=120)
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == 128 + signal.SIGTERM, said
+        assert said.endswith("Interrupted. The same command goes on where it was.\n") and "SIGTERM" not in said
+        assert [*study.states().values()] == ["finished", "interrupted"]
+        wait_until(all_idle)
 
     def test_a_checkpoint_made_here_is_used_there(self, four, on_workers, tmp_path):
         study = claimed(four.path, tmp_path / "runs")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections import Counter, deque
@@ -122,13 +124,34 @@ def _joined(place: str) -> Iterator[None]:
         raise RatpError(f"no Ray cluster answers at {place}. Start one (ray start --head), or leave the address out.")
     with _hushed():
         try:
-            ray.init(place or None, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
+            with _own_handler():
+                ray.init(place or None, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
         except (OSError, RuntimeError, ValueError) as error:
             raise RatpError(f"cannot join a Ray cluster: {_line(error)}") from error
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _own_handler() -> Iterator[None]:
+    """Within the block Ray may answer SIGTERM in its way, by an exit; afterwards it is this process's own again.
+
+    Where that has no handler of its own, Ray's stays.
+    """
+    own = signal.getsignal(signal.SIGTERM)
+    if not callable(own) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, own)
+    except SystemExit:
+        signal.raise_signal(signal.SIGTERM)
+        raise
 
 
 @contextmanager

@@ -82,6 +82,16 @@ class Stop:
             raise KeyboardInterrupt
         self.signal = number
 
+    def now(self, number: int, frame: object) -> None:
+        """Takes a signal where nobody checks.
+
+        Raises:
+            KeyboardInterrupt: At once.
+        """
+        del frame
+        self.signal = number
+        raise KeyboardInterrupt
+
     def check(self) -> None:
         """To be called between two steps.
 
@@ -100,11 +110,12 @@ def interruptible(console: Console, *, between_steps: bool = True) -> Iterator[S
 
     Args:
         console: Where to say so.
-        between_steps: Whether somebody checks between steps; if not, Ctrl-C ends the program at once.
+        between_steps: Whether somebody checks between steps; if not, both end the program at once.
     """
     stop, before = Stop(), {}
-    if between_steps and threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, stop.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signal.SIGINT: stop.ask, signal.SIGTERM: stop.ask} if between_steps else {signal.SIGTERM: stop.now}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ def follow_study(
     on: Executor = run_all,
     between_steps: bool = True,
 ) -> None:
-    """Makes all runs of a study and shows it. Ctrl-C ends the program with a word on how to go on.
+    """Makes all runs of a study and shows it. Ctrl-C and SIGTERM end the program with a word on how to go on.
 
     Args:
         study: What to run.
@@ -37,7 +37,7 @@ def follow_study(
         quiet: Whether to show nothing.
         at_once: How many runs at a time.
         on: What makes them.
-        between_steps: Whether that tells of steps; if not, Ctrl-C waits for none.
+        between_steps: Whether that tells of steps; if not, signals wait for none.
     """
     make = partial(run_study, study, at_once=at_once, on=on)
     with interruptible(console, between_steps=between_steps) as stop:
