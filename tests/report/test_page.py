@@ -111,6 +111,12 @@ def test_page_shows_every_setting_of_every_run(page, full):
             assert value in page.text
 
 
+def test_settings_of_several_lines_keep_them(make_run, tmp_path):
+    run = make_run(notes=["photo: left out 1:\n  a\x07.png: empty", "font: left out 1:\r\n  b.png: empty"])
+    html = write_report([run], tmp_path / "report").read_text(encoding="utf-8")
+    assert "<td>photo: left out 1:\n  a\ufffd.png: empty\nfont: left out 1:\n  b.png: empty</td>" in html
+
+
 def test_page_is_one_file_that_loads_nothing(written, page):
     assert not re.search(r"https?://|url\(|@import", written[0].read_text())
     assert not page.of("script")

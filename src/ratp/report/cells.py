@@ -111,6 +111,11 @@ def clean(name: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
+def clean_lines(text: str) -> str:
+    """A text of several lines fit for display, likewise."""
+    return "\n".join(map(clean, text.splitlines()))
+
+
 def order_text(order: Sequence[str], arrow: str = " > ") -> str:
     """The order of a stream on one line."""
     return arrow.join(clean(domain) for domain in order)

@@ -22,6 +22,7 @@ from ratp.report.cells import (
     MISSING,
     Row,
     clean,
+    clean_lines,
     comparison,
     domain_tables,
     duration,
@@ -128,7 +129,8 @@ def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]], pref
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(clean=clean, number=number, spread=text, duration=duration, address=_address)
+    shown = {"clean": clean, "lines": clean_lines, "number": number, "spread": text, "duration": duration}
+    environment.filters.update(shown, address=_address)
     streams = ", ".join(dict.fromkeys(clean(section.stream) for section in found))
     return environment.get_template("page.html").render(
         title=clean(preface.title) if preface else streams,

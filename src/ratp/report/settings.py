@@ -25,11 +25,12 @@ def differing(tables: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def as_text(value: object) -> str:
-    """A value of a setting as text."""
+    """A value of a setting as text; of a list, items of several lines stand below one another."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return "none"
     if isinstance(value, Sequence):
-        return ", ".join(as_text(item) for item in value) or "none"
+        texts = [as_text(item) for item in value]
+        return ("\n" if any("\n" in text for text in texts) else ", ").join(texts) or "none"
     return json.dumps(value, ensure_ascii=False, default=str)
