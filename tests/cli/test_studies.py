@@ -17,11 +17,13 @@ import pytest
 from rich.console import Console
 
 from helpers import files_of, journal_of, ratp
+from own_images import images, put
 from ratp.cli.study_progress import follow_study
 from ratp.matrix import Matrix
 from ratp.notes import Note
 from ratp.record import read_run
 from ratp.request import RunRequest
+from ratp.stream import DataOptions
 from ratp.study_file import read_study
 from tiny_study import grid, study_file, traces
 
@@ -187,6 +189,24 @@ class TestRun:
         assert re.search(r"(?m)^5 runs +4 +1$", listed.out)
         study_file(Path("made"), FOUR)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
+
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_images_left_out_are_told_once_a_stream(self, terminal):
+        for seed, name in enumerate(("day", "rain")):
+            put(Path("yard", name), images(count=4, seed=seed))
+        Path("yard/rain/north/bad.png").touch()
+        lines = ('methods = ["source-only"]', "seeds = [1, 2]")
+        path = study_file(Path(), grid('orders = ["day>rain"]', *lines, stream="yard"), grid("subset = true", *lines))
+        path.write_text(path.read_text().replace("set = {", 'set = { "network.backbone" = "dtn",'))
+        study = read_study(path, Path("out"), RunRequest(device="cpu", data=DataOptions(on_bad="skip")))
+        study.claim()
+        file = io.StringIO()
+        follow_study(study, Console(file=file, force_terminal=terminal, width=80), quiet=False, at_once=1)
+        said = ESCAPE.sub("", file.getvalue())
+        assert said.count("note: yard, rain: left out 1 that is no usable image:\n  north/bad.png: empty") == 1
+        assert said.count("note:") == 1
+        result = ratp("study", "report", path, "--out", "out")
+        assert "Of the images: rain: left out 1 that is no usable image." in result.out
 
     def test_what_hinders_all_is_told_once(self, tmp_path):
         file = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1, 2, 3]", stream="digits"))

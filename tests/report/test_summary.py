@@ -108,6 +108,14 @@ def test_runs_that_are_not_alike_are_told(make_run):
     assert "same images of photo:" in notes
 
 
+def test_images_that_were_left_out_are_told_once(make_run):
+    notes = ["photo: left out 2:\n  a.png: empty\n  b.png: empty", "font: no images of cat."]
+    (section,) = sections(group_runs([make_run(seed=0, notes=notes), make_run(seed=1, notes=notes)]))
+    assert section.notes() == ["Of the images: photo: left out 2; font: no images of cat."]
+    (section,) = sections(group_runs([make_run(notes={"photo": None})]))
+    assert section.notes() == []
+
+
 def test_runs_alike_but_for_the_seed_need_no_note(make_run):
     assert sections(group_runs([make_run(seed=0), make_run(seed=1)]))[0].notes() == []
 

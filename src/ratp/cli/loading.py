@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast, get_args
@@ -58,12 +58,15 @@ def decoding(console: Console, *, quiet: bool) -> Iterator[Report | None]:
 
 def print_notes(stream: Stream, console: Console) -> None:
     """What the user should know about the images before training begins."""
-    for note in stream.notes:
+    for note in image_notes(stream.notes, stream.origins):
         print_note(note, console)
-    for name, origin in stream.origins.items():
-        print_note(f"{name} is not the published data: {origin}", console)
     if stream.files:
         print_note(f"no labels, so no accuracy: {', '.join(stream.files)}", console)
+
+
+def image_notes(notes: Iterable[str], origins: Mapping[str, str]) -> list[str]:
+    """What there is to know about images, and which domains are not the published data."""
+    return [*notes, *(f"{name} is not the published data: {origin}" for name, origin in origins.items())]
 
 
 def print_note(note: str, console: Console) -> None:

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from ratp.cli.loading import image_notes, print_note
 from ratp.cli.progress import interruptible
 from ratp.errors import RatpError, brief
 from ratp.events import Event, StageFinished, StageStarted, Trained
+from ratp.files import read_json
 from ratp.matrix import METRICS
 from ratp.report.cells import duration
 from ratp.run import Run
@@ -48,6 +50,7 @@ def follow_study(
         watcher = _Watcher(todo)
         runs = "run" if len(study.entries) == 1 else "runs"
         console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} {runs} to make", soft_wrap=True)
+        images = _Images(study, console)
         if not console.is_terminal:
 
             def tell(entry: Entry, result: Result) -> None:
@@ -55,6 +58,7 @@ def follow_study(
                 console.print(f"{line}, {watcher.left}" if watcher.left else line, markup=False, soft_wrap=True)
 
             def see(run: Run, event: Event) -> None:
+                images.see(run)
                 watcher.see(run, event)
                 stop.check()
 
@@ -67,6 +71,7 @@ def follow_study(
             task = bars.add_task("", total=watcher.total, left="")
 
             def show(run: Run, event: Event) -> None:
+                images.see(run)
                 watcher.see(run, event)
                 name = f"{watcher.done_runs}/{len(todo)} runs"
                 bars.update(task, completed=watcher.done, description=name, left=watcher.left)
@@ -77,6 +82,33 @@ def follow_study(
                 console.print(f"{mark} {escape(watcher.ended(entry, result))}", soft_wrap=True)
 
             make(on_event=show, on_end=end)
+
+
+class _Images:
+    """What the user should know about the images of a study's runs, told when the first of a stream begins."""
+
+    def __init__(self, study: Study, console: Console) -> None:
+        self._several = len({entry.plan.spec.name for entry in study.entries}) > 1
+        self._console = console
+        self._looked_at: set[int] = set()
+        self._said: set[str] = set()
+
+    def see(self, run: Run) -> None:
+        """Takes a run that is under way: by then its config says what was found."""
+        if id(run) in self._looked_at:
+            return
+        self._looked_at.add(id(run))
+        try:
+            config = read_json(run.folder / "config.json")
+        except RatpError:  # whatever is wrong with it, the run will tell
+            return
+        notes, origins = config.get("notes"), config.get("origins")  # of another version, perhaps
+        known = image_notes(notes if isinstance(notes, list) else [], origins if isinstance(origins, dict) else {})
+        for note in known:
+            text = f"{run.plan.spec.name}, {note}" if self._several else str(note)
+            if text not in self._said:
+                self._said.add(text)
+                print_note(text, self._console)
 
 
 @dataclass

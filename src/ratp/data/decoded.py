@@ -111,7 +111,9 @@ def _domain(tree: ImageTree, images: Tensor, manifest: Manifest, notes: tuple[st
         labels = torch.tensor([index[file.class_name or ""] for file in manifest.usable])
     if manifest.bad:
         listed = "\n".join(f"  {line}" for line in describe_bad(manifest.bad))
-        notes = (*notes, f"{tree.name}: left out {len(manifest.bad):,} that are no usable images:\n{listed}")
+        count = len(manifest.bad)
+        which = "1 that is no usable image" if count == 1 else f"{count:,} that are no usable images"
+        notes = (*notes, f"{tree.name}: left out {which}:\n{listed}")
     return DecodedDomain(tree.name, images, tree.classes, labels, manifest, manifest.bad, notes)
 
 

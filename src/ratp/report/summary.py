@@ -191,6 +191,9 @@ class Section:
         made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}
         if made:
             notes.append(f"Not the published data: {'; '.join(sorted(made))}.")
+        known = dict.fromkeys(line for run in self.runs for line in _first_lines(run.config.get("notes")))
+        if known:
+            notes.append(f"Of the images: {'; '.join(known)}.")
         images = differing([flatten({"data": run.config.get("data", {})}) for run in self.runs])
         if images:
             names = ", ".join(key.removeprefix("data.") for key in images)
@@ -281,6 +284,12 @@ def _group_notes(group: Group) -> list[str]:
     if 0 < probed < len(group.counted):
         notes.append(f"{group.label}: Unfamiliar is over {probed} of {len(group.counted)} seeds, the ones measured.")
     return notes
+
+
+def _first_lines(notes: object) -> list[str]:
+    """The first lines of notes as found in a file, without the files they list; nothing if it is something else."""
+    texts = [note.strip() for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+    return [text.splitlines()[0].rstrip(":. ") for text in texts if text]
 
 
 def _texts(value: object) -> dict[str, str]:
