@@ -164,26 +164,32 @@ class Study:
                     "Choose an empty or new folder with --out."
                 )
         except OSError as error:
-            raise RunDirectoryError(
-                f"cannot use {self.folder} for a study: {error.strerror}. Choose another with --out."
-            ) from error
+            raise self._unusable(error) from error
         write_json(self.folder / ABOUT, STUDY.marked({"study": self.name, "title": self.title}))
 
     def check_folder(self) -> bool:
         """Whether the folder is marked as this study's.
 
         Raises:
-            RunDirectoryError: If it is another's.
+            RunDirectoryError: If it is another's, or cannot be read.
         """
         about = self.folder / ABOUT
-        if not _exists(about):
+        try:
+            next(self.folder.iterdir(), None)
+            about.stat()
+        except FileNotFoundError:
             return False
+        except OSError as error:
+            raise self._unusable(error) from error
         other = STUDY.read(read_json(about), about).get("study")
         if other != self.name:
             raise RunDirectoryError(
                 f"{self.folder} belongs to the study {other!r}, not to {self.name!r}. Choose another with --out."
             )
         return True
+
+    def _unusable(self, error: OSError) -> RunDirectoryError:
+        return RunDirectoryError(f"cannot use {self.folder} for a study: {error.strerror}. Choose another with --out.")
 
     def note_failure(self, entry: Entry, error: Exception) -> None:
         """Keeps the reason why a run failed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -530,11 +531,25 @@ class TestMistakes:
         Path("photos/a.jpg").write_text("mine")
         refused("run", "tiny.toml", "--out", "photos", *OPTIONS, told=["photos holds other files (a.jpg)", "--out"])
 
-    @pytest.mark.parametrize("out", ["tiny.toml", "tiny.toml/x", "/proc/ratp", "x" * 300])
+    @pytest.mark.parametrize("out", ["tiny.toml", "tiny.toml/x", "x" * 300])
     def test_a_folder_that_cannot_be(self, out):
         study_file(Path(), FOUR)
-        refused("run", "tiny.toml", "--out", out, *OPTIONS, told=[out, "--out"])
-        assert states("tiny.toml", "--out", out) == ["waiting"] * 4
+        for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
+            refused(command, "tiny.toml", "--out", out, *options, told=[f"cannot use {out} for a study", "--out"])
+
+    def test_a_folder_that_cannot_be_made(self):
+        study_file(Path(), FOUR)
+        refused("run", "tiny.toml", "--out", "/proc/ratp", *OPTIONS, told=["/proc/ratp", "--out"])
+        assert states("tiny.toml", "--out", "/proc/ratp") == ["waiting"] * 4
+
+    def test_a_folder_that_cannot_be_read(self, study, monkeypatch):
+        def locked(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(Path, "iterdir", locked)
+        for command in ("status", "report"):
+            (line,) = refused(command, *study)
+            assert line == "error: cannot use made/runs for a study: Permission denied. Choose another with --out."
 
     @pytest.mark.parametrize("words", [["rnu"], ["run"], ["run", "a", "b"], ["status"], ["run", "a", "--sed", "1"]])
     def test_a_command_that_is_none(self, words):
