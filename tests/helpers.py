@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from ratp import files
 from ratp.cli.main import main
 from ratp.domain import LabelledDomain
 from ratp.method import Method
@@ -169,6 +173,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != ".lock"
     }
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Has the system keep files of a name from the package, whoever runs the tests."""
+    usual = files.read_bytes
+
+    def read(path: Path) -> bytes:
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with patch.object(Path, "read_bytes", side_effect=denied) if path.name == name else nullcontext():
+            return usual(path)
+
+    monkeypatch.setattr(files, "read_bytes", read)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ratp.study_file
-from helpers import accuracy_of, files_of
+from helpers import accuracy_of, files_of, unreadable
 from own_images import images, put
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
@@ -661,7 +661,16 @@ class TestClaim:
     @pytest.mark.parametrize("content", ["", "{", "[]"])
     def test_a_damaged_mark(self, study, content):
         (study.folder / "study.json").write_text(content)
-        with pytest.raises(RunDirectoryError, match=r"study.json is damaged"):
+        with pytest.raises(RunDirectoryError, match=r"study.json is damaged: .*Remove that file: the runs of"):
+            study.claim()
+        before = study.states()
+        (study.folder / "study.json").unlink()
+        study.claim()
+        assert study.states() == before
+
+    def test_a_mark_that_may_not_be_read(self, study, monkeypatch):
+        unreadable(monkeypatch, "study.json")
+        with pytest.raises(RunDirectoryError, match=r"study.json: Permission denied\. Make it readable, or choose"):
             study.claim()
 
     def test_a_folder_that_cannot_be(self, made, tmp_path):

@@ -31,6 +31,10 @@ class LostFileError(RunDirectoryError):
     """What a file held is lost: it is missing, or not as it was written."""
 
 
+class UnreadableFileError(RunDirectoryError):
+    """A file is there and may be whole, but the system does not let it be read."""
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces ``path`` by ``data`` in one step: a crash leaves the old file or the new one.
 
@@ -127,7 +131,8 @@ def read_bytes(path: Path) -> bytes:
 
     Raises:
         LostFileError: If it is missing.
-        RunDirectoryError: If it cannot be read.
+        UnreadableFileError: If it may not be read.
+        RunDirectoryError: If it is none that can be.
     """
     try:
         about = path.stat()
@@ -139,7 +144,7 @@ def read_bytes(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise LostFileError(f"{path} is missing.") from error
     except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}.") from error
+        raise UnreadableFileError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -205,10 +210,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         LostFileError: If the file is missing, truncated, foreign, or not as :func:`write_tensors` wrote it. Files of
             others have no hash to tell by.
-        RunDirectoryError: If it may not be read.
+        UnreadableFileError: If it may not be read.
     """
     if path.exists() and not os.access(path, os.R_OK):  # safetensors would call it missing
-        raise RunDirectoryError(f"cannot read {path}: {os.strerror(errno.EACCES)}.")
+        raise UnreadableFileError(f"cannot read {path}: {os.strerror(errno.EACCES)}.")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

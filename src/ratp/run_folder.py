@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from ratp.errors import RunDirectoryError
-from ratp.files import is_leftover, read_json
+from ratp.files import UnreadableFileError, is_leftover, read_json
 from ratp.guard import ACT
 from ratp.lock import LOCK_FILE
 from ratp.plan import RunPlan
 from ratp.schema import CONFIG, NewerFileError
 
 START_ANEW = "Remove the folder to start anew, or choose another with --out."
+_MAKE_READABLE = "Make it readable, or choose another folder with --out."
+
+
+def with_advice(error: RunDirectoryError, otherwise: str = START_ANEW) -> RunDirectoryError:
+    """An error about a file, with what to do about it: one that cannot be read may be whole.
+
+    Args:
+        error: What is wrong with it.
+        otherwise: What to do if it is lost or damaged.
+    """
+    return RunDirectoryError(f"{error} {_MAKE_READABLE if isinstance(error, UnreadableFileError) else otherwise}")
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
@@ -35,7 +46,7 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     except NewerFileError:
         raise
     except RunDirectoryError as error:
-        raise RunDirectoryError(f"{error} {START_ANEW}") from error
+        raise with_advice(error) from error
     if "fingerprint" not in there or "method" not in there:
         raise RunDirectoryError(
             f"{folder} holds a config.json that ratp did not write. Choose another folder with --out."

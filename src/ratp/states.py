@@ -21,7 +21,7 @@ from ratp.matrix import Matrix
 from ratp.method import Method
 from ratp.notes import Note
 from ratp.record import is_event
-from ratp.run_folder import START_ANEW
+from ratp.run_folder import START_ANEW, with_advice
 from ratp.schema import STATE, NewerFileError
 
 LATEST, BEFORE = "state.safetensors", "state-before.safetensors"
@@ -128,7 +128,7 @@ class States:
         try:
             return read_json(self._matrix).get("accuracy")
         except RunDirectoryError as error:
-            raise RunDirectoryError(f"{error} {START_ANEW}") from error
+            raise with_advice(error) from error
 
     def _read(self, path: Path) -> State:
         tensors, about = read_tensors(path)

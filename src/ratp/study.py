@@ -29,7 +29,8 @@ from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
-from ratp.schema import FAILURE, STUDY
+from ratp.run_folder import with_advice
+from ratp.schema import FAILURE, STUDY, NewerFileError
 from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
@@ -181,7 +182,12 @@ class Study:
             return False
         except OSError as error:
             raise self._unusable(error) from error
-        other = STUDY.read(read_json(about), about).get("study")
+        try:
+            other = STUDY.read(read_json(about), about).get("study")
+        except NewerFileError:
+            raise
+        except RunDirectoryError as error:
+            raise with_advice(error, "Remove that file: the runs of this study are found without it.") from error
         if other != self.name:
             raise RunDirectoryError(
                 f"{self.folder} belongs to the study {other!r}, not to {self.name!r}. Choose another with --out."

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import TINY_OPTIONS, files_of, journal_of, ratp
+from helpers import TINY_OPTIONS, files_of, journal_of, ratp, unreadable
 from ratp.files import read_tensors, write_tensors
 from ratp.run import JournalWarning
 
@@ -194,6 +194,12 @@ class TestDamagedRun:
         cut(run / name, share)
         message = refused(*TINY_RUN, "--out", run, told=[name, "damaged"])
         assert "--out" in message or "Remove" in message
+
+    def test_a_config_that_may_not_be_read(self, run, monkeypatch):
+        """It may be whole."""
+        unreadable(monkeypatch, "config.json")
+        message = refused(*TINY_RUN, "--out", run, told=["config.json: Permission denied. Make it readable, or choose"])
+        assert "Remove" not in message
 
     @pytest.mark.parametrize("name", ["matrix.json", "environment.json", "samples.safetensors", "weights.safetensors"])
     def test_what_it_can_do_without_is_gone(self, run, name, complete):
