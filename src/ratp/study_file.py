@@ -20,7 +20,7 @@
     sweep = { r_con = [0.5, 0.9] }
 
 A grid is all its methods, variants and swept values, in all its orders, with all its seeds. Its title, if it has one,
-stands above its figure in the report. Files and folders are named as seen from the study file.
+stands above its figures of variants and sweeps in the report. Files and folders are named as seen from the study file.
 """
 
 from __future__ import annotations

@@ -333,6 +333,13 @@ class TestVariants:
 
 
 class TestSweeps:
+    @pytest.mark.parametrize(("titles", "about"), [({0: "How sure", 1: "Another"}, "How sure, "), ({}, "")])
+    def test_figure_and_table_are_called_as_their_grid_is(self, tmp_path, titles, about):
+        runs = swept({0.9: (52, 83, 73), 0.5: (50, 81, 71)})
+        page = (write_study(study(*runs, titles=titles), tmp_path).parent / "index.html").read_text()
+        assert f"<h3>{about}r_con, demo</h3>" in page
+        assert f"<h3>{about}r_con on demo: " in page
+
     def test_the_curves_run_over_the_values_and_the_default_is_marked(self):
         runs = swept({0.9: (52, 83, 73), 0.5: (50, 81, 71), 0.7: None})
         (found,) = sweeps(study(*runs, usual={(0, "r_con"): 0.5}))

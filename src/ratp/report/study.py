@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -111,9 +112,10 @@ def _sweeps(study: StudyRecord) -> Chapter:
         caption = "Averages over domains."
         caption += " Bands: one sample standard deviation over seeds." if several_seeds(sweep.lines) else ""
         caption += " The upright line is the default." if sweep.usual in sweep.values.values() else ""
+        about = f"{study.titles[sweep.grid]}, " if sweep.grid in study.titles else ""
         name = f"sweep-{sweep.grid + 1}-{safe_name(sweep.switch)}"
-        items.append(_picture(name, f"{sweep.switch}, {sweep.stream}", caption, sweep_curves(sweep)))
-        items += sweep_tables(sweep)
+        items.append(_picture(name, f"{about}{sweep.switch}, {sweep.stream}", caption, sweep_curves(sweep)))
+        items += [replace(table, title=f"{about}{table.title}") for table in sweep_tables(sweep)]
     return Chapter("How sensitive is it to its switches?", "One switch at a time.", tuple(items))
 
 
