@@ -24,7 +24,7 @@ def built(method, **changes):
 
 @COPYING
 def test_the_network_sees_twice_the_images(method, monkeypatch):
-    made, source, targets = built(method, r_con=-1.0)
+    made, source, targets = built(method, r_con=0.0)
     seen = []
     made.network.backbone.register_forward_hook(
         lambda module, inputs, _: seen.append((module.training, len(inputs[0])))
@@ -60,7 +60,7 @@ def test_copies_of_images_nobody_is_confident_about_have_no_influence(method):
 
 @COPYING
 def test_copies_matter(method):
-    made, source, targets = built(method, r_con=-1.0)
+    made, source, targets = built(method, r_con=0.0)
     plain, _, _ = built(method, augment=False)
     for each in (made, plain):
         each.fit_source(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import textwrap
 from dataclasses import fields, replace
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
-from ratp.config import as_dict, switches
+from ratp.config import as_dict, override, switches
 from ratp.errors import ConfigError
 from ratp.method import Method
 from ratp.methods import METHODS, find_method
@@ -135,6 +136,10 @@ class TestMistakes:
             ({"changes": {"lr": "nan"}}, ["lr must be a number, got 'nan'"]),
             ({"changes": {"strict": "perhaps"}}, ["strict must be true or false, got 'perhaps'"]),
             ({"changes": {"sgd.momentum": 1}}, ["sgd.momentum must be below 1, got 1"]),
+            ({"changes": {"r_con": 1.5}}, ["r_con must be at most 1, got 1.5"]),
+            ({"changes": {"r_con": -0.1}}, ["r_con must be at least 0, got -0.1"]),
+            ({"changes": {"target_transform.flip": 2}}, ["target_transform.flip must be at most 1, got 2"]),
+            ({"changes": {"source_transform.hue": 1}}, ["source_transform.hue must be at most 0.5, got 1"]),
             ({"device": "CPU"}, ["unknown device 'CPU'", "Did you mean 'cpu'?"]),
             ({"device": "mps"}, ["unknown device 'mps'", "Valid: auto, cpu, cuda"]),
         ],
@@ -188,6 +193,15 @@ class TestNames:
     def test_every_switch_is_explained(self, method):
         for switch in [*switches(Recipe()), *switches(method.config_type())]:
             assert switch.explanation, switch.name
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_no_share_and_no_probability_is_above_one_or_below_zero(self, method):
+        for config in (Recipe(), method.config_type()):
+            for switch in switches(config):
+                told = re.match(r"(τ, )?(mean )?(share|probability|confidence) ", switch.explanation)
+                for value in (-0.1, 1.1) if told else ():
+                    with pytest.raises(ConfigError, match=f"{switch.name} must be .*, got {value}"):
+                        override(config, {switch.name: value})
 
     @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
     def test_every_method_is_found_under_its_name(self, method):

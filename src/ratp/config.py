@@ -23,6 +23,7 @@ def switch(
     *,
     row: int | None = None,
     minimum: float | None = None,
+    maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
     later: bool = False,
@@ -34,12 +35,13 @@ def switch(
         explanation: What it does, in a line.
         row: Its row in the list of differences between the paper and its published code.
         minimum: Smallest value allowed.
+        maximum: Largest value allowed.
         above: Values must lie above this.
         below: Values must lie below this.
         later: It was added when there were results already, and its default does what was done before: no decision
             where it has that (:func:`decisive`), so that the hashes of runs and the names of their directories stay.
     """
-    limits = {"minimum": minimum, "above": above, "below": below}
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     metadata = {"explanation": explanation, "row": row, "later": later, **limits}
     if is_dataclass(default):
         return field(default_factory=lambda: default, metadata=metadata)
@@ -187,6 +189,8 @@ def _check_range(value: Any, meta: Mapping[str, Any], name: str) -> None:
         return
     if meta.get("minimum") is not None and value < meta["minimum"]:
         raise ConfigError(f"{name} must be at least {meta['minimum']}, got {value}.")
+    if meta.get("maximum") is not None and value > meta["maximum"]:
+        raise ConfigError(f"{name} must be at most {meta['maximum']}, got {value}.")
     if meta.get("above") is not None and value <= meta["above"]:
         raise ConfigError(f"{name} must be above {meta['above']}, got {value}.")
     if meta.get("below") is not None and value >= meta["below"]:

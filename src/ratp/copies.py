@@ -28,7 +28,7 @@ class CopiesConfig:
     """Switches of the copies."""
 
     augment: bool = switch(False, "RandMix copies of source images and of confident target images")
-    r_con: float = switch(0.8, "confidence above which a target image gets a copy")
+    r_con: float = switch(0.8, "confidence above which a target image gets a copy", minimum=0, maximum=1)
     randmix: RandMixConfig = switch(RandMixConfig(), "augmentation, if it is on")
 
 

@@ -63,7 +63,7 @@ class TestTarget:
             assert len(seen) == passes
 
     def test_an_unsure_one_means_the_mean_logits_of_views(self):
-        method, (target, _) = built(threshold=2.0)
+        method, (target, _) = built(threshold=1.0)
         teacher, images = deepcopy(method.network), target.images[:8]
         changes, view = method.setting.generator("views", 1), CoTTAView(0.0)
         with torch.no_grad():
@@ -73,7 +73,7 @@ class TestTarget:
     @pytest.mark.parametrize("at_once", [2, 3, 5])
     def test_several_views_at_once_are_batches_of_their_own(self, at_once, monkeypatch):
         """With views that leave images as they are, all have the logits of one."""
-        method, (target, _) = built(threshold=2.0, views=5)
+        method, (target, _) = built(threshold=1.0, views=5)
         monkeypatch.setattr(method, "_views_at_once", lambda images: at_once)
         monkeypatch.setattr(method, "_view", lambda images, generator: images)
         expected, seen = logits_of(method.network, method.scaling(target.images[:8])), counting(method)
@@ -81,7 +81,7 @@ class TestTarget:
         assert len(seen) == -(-5 // at_once)
 
     def test_the_record_says_how_often(self):
-        for threshold, share in ((0.0, 0.0), (2.0, 1.0)):
+        for threshold, share in ((0.0, 0.0), (1.0, 1.0)):
             method, (target, _) = built(threshold=threshold)
             (phase,) = method.target_phases(target)
             phase.begin_epoch(0)

@@ -160,7 +160,7 @@ class TestAugmentation:
         start(method, source).step()
         assert [(training, len(images)) for training, images in seen] == [(True, 2 * BATCH)]
 
-    @pytest.mark.parametrize(("r_con", "share"), [(1.0, 0), (-1.0, 1)])
+    @pytest.mark.parametrize(("r_con", "share"), [(1.0, 0), (0.0, 1)])
     def test_the_threshold_decides_on_a_target(self, r_con, share):
         method, (target, _) = trained(r_con=r_con)
         phase = start(method, target)
@@ -302,7 +302,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("augmented", [True, False])
     def test_its_images_get_copies_unless_told_not_to(self, augmented):
-        method, (target, _) = trained(augment_replay=augmented, r_con=-1.0)
+        method, (target, _) = trained(augment_replay=augmented, r_con=0.0)
         method.memory.images = torch.full_like(method.memory.images, 255)
         phase = start(method, target)
         seen = passes(method.network)
@@ -446,7 +446,7 @@ class TestLearning:
     )
     def test_no_stage_repeats_the_draws_of_another(self, count, which):
         """The same images twice give other batches; the same image twice, other copies."""
-        method, (target,) = trained([toy_domain("ink"), toy_domain("mud", count)], memory=0, r_con=-1.0)
+        method, (target,) = trained([toy_domain("ink"), toy_domain("mud", count)], memory=0, r_con=0.0)
         firsts = []
         for _ in range(2):
             seen = passes(method.network)
@@ -472,7 +472,7 @@ def other_values():
         "sgd.momentum": (0.9,),
         "sgd.weight_decay": (0.0, 0.1),
         "refresh": (0, 1),
-        "r_con": (-1.0, 0.3, 1.0),
+        "r_con": (0.0, 0.3, 1.0),
         "randmix.kernel_sizes": ("3", "1,32"),
         "randmix.input_noise": (0.0, 0.5),
         "t2pl.r_top": (1, 7),

@@ -84,7 +84,7 @@ class AdaContrastConfig:
     neighbours: int = switch(10, "images of the bank that make a label", minimum=1)
     bank: int = switch(16384, "images in the bank, at most", minimum=1)
     queue: int = switch(4096, "keys in the queue", minimum=1)
-    momentum: float = switch(0.999, "share of the momentum network that stays in a step", minimum=0)
+    momentum: float = switch(0.999, "share of the momentum network that stays in a step", minimum=0, maximum=1)
     temperature: float = switch(0.07, "τ of the contrast", above=0)
     label_weight: float = switch(1.0, "weight of the cross-entropy with labels", minimum=0)
     contrast_weight: float = switch(1.0, "weight of the contrast", minimum=0)
@@ -133,8 +133,6 @@ class AdaContrast(BatchStatistics):
         height, width = setting.image_size
         if height != width:
             raise ConfigError(f"adacon makes square views; images of {height}×{width} must be made square first.")
-        if config.momentum > 1:
-            raise ConfigError(f"momentum must lie in [0, 1], got {config.momentum}.")
         self._weak, self._strong = View(config.weak, height), View(config.strong, height)
         super().__init__(setting, config)
         self.slow: Network | None = None

@@ -57,7 +57,7 @@ class AuCIDConfig:
     distance_weight: float = switch(0.1, "λ, weight of the distances", minimum=0)
     directions: int = switch(100, "random directions a step", minimum=1)
     samples: int = switch(20, "points drawn from the mixture for each image of a batch", minimum=1)
-    confidence: float = switch(0.9, "τ, confidence above which a prediction counts as a label", minimum=0)
+    confidence: float = switch(0.9, "τ, confidence above which a prediction counts as a label", minimum=0, maximum=1)
     ridge: float = switch(1e-3, "added to the diagonal of every covariance", above=0)
     replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
 

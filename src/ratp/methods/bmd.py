@@ -52,7 +52,7 @@ class BMDConfig(SourceFreeConfig):
     rounds: int = switch(2, "rounds of seeds and centres", minimum=1)
     static_weight: float = switch(2.0, "weight of the cross-entropy with static labels", minimum=0)
     dynamic_weight: float = switch(0.5, "weight of both cross-entropies with dynamic labels", minimum=0)
-    decay: float = switch(0.9999, "what a centre keeps of itself in a step; 1: it stays", minimum=0)
+    decay: float = switch(0.9999, "what a centre keeps of itself in a step; 1: it stays", minimum=0, maximum=1)
     extractor: bool = switch(False, "train all of the feature extractor, not its BatchNorm alone")
 
 

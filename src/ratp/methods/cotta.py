@@ -32,7 +32,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.errors import ConfigError
 from ratp.inference import chunk_size
 from ratp.method import Setting, Statistics, pack, unpack
 from ratp.network import Network
@@ -55,11 +54,15 @@ class CoTTAConfig:
     loss: Literal["teacher", "symmetric"] = switch(
         "teacher", "cross-entropy of the student with the teacher, or half of it and half the other way round"
     )
-    teacher: float = switch(0.999, "share α of the teacher that stays in a step", minimum=0)
-    restore: float = switch(0.01, "probability that a weight of the student is put back to the source's", minimum=0)
-    threshold: float = switch(0.92, "mean confidence of the anchor below which views are averaged", minimum=0)
+    teacher: float = switch(0.999, "share α of the teacher that stays in a step", minimum=0, maximum=1)
+    restore: float = switch(
+        0.01, "probability that a weight of the student is put back to the source's", minimum=0, maximum=1
+    )
+    threshold: float = switch(
+        0.92, "mean confidence of the anchor below which views are averaged", minimum=0, maximum=1
+    )
     views: int = switch(32, "views the teacher is averaged over", minimum=1)
-    flip: float = switch(0.0, "probability that a view is mirrored left and right", minimum=0)
+    flip: float = switch(0.0, "probability that a view is mirrored left and right", minimum=0, maximum=1)
     replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
     eval_bn: Statistics = switch("batch", "BatchNorm when measured after adaptation: of the images at hand, or running")
 
@@ -87,13 +90,6 @@ class CoTTA(BatchStatistics):
     }
 
     def __init__(self, setting: Setting, config: CoTTAConfig) -> None:
-        problems = [
-            f"{name} must lie in [0, 1], got {value}."
-            for name, value in (("teacher", config.teacher), ("restore", config.restore), ("flip", config.flip))
-            if value > 1
-        ]
-        if problems:
-            raise ConfigError(problems)
         super().__init__(setting, config)
         self.student: Network | None = None
         self.anchor: Network | None = None

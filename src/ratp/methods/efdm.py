@@ -42,7 +42,7 @@ class EFDMConfig:
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     blocks: tuple[int, ...] = switch((1, 2), "blocks of the feature extractor it acts after, from 1", minimum=1)
-    probability: float = switch(0.5, "share of batches that are mixed, for each block", minimum=0)
+    probability: float = switch(0.5, "share of batches that are mixed, for each block", minimum=0, maximum=1)
     alpha: float = switch(0.1, "α of the mixing weight's distribution Beta(α, α)", above=0, below=2)
     refresh: int = switch(1, "epochs between labellings of a target", minimum=1)
     memory_weight: float = switch(1.0, "weight of the exemplars' own cross-entropy", minimum=0)

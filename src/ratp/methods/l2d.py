@@ -55,13 +55,15 @@ class L2DConfig:
     """Switches of L2D. Defaults: the published ones."""
 
     sgd: SGDConfig = switch(L2D_SGD, "optimiser of the network")
-    decay_after: float = switch(0.8, "share of a stage's epochs before the rate falls", above=0)
+    decay_after: float = switch(0.8, "share of a stage's epochs before the rate falls", above=0, maximum=1)
     decay: float = switch(0.1, "factor on the rate from then on; 1: it does not fall", above=0)
     contrast: float = switch(1.0, "α₁, weight of the supervised contrastive loss", minimum=0)
     temperature: float = switch(0.07, "τ of the contrastive loss", above=0)
     likelihood: float = switch(1.0, "α₂, weight of the misfit of guessed embeddings", minimum=0)
     information: float = switch(0.1, "β, weight of the bound of mutual information, for the style module", minimum=0)
-    styled: float = switch(0.6, "share of the new style in an image, the rest is the image itself", minimum=0)
+    styled: float = switch(
+        0.6, "share of the new style in an image, the rest is the image itself", minimum=0, maximum=1
+    )
     kernel_sizes: tuple[int, ...] = switch((9, 13, 17, 5), "kernel sizes of the style module", minimum=1)
     style_lr: float = switch(0.005, "learning rate of the style module", above=0)
     spread: float = switch(0.2, "factor on the deviation of embeddings while training", minimum=0)

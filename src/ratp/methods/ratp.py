@@ -85,7 +85,7 @@ class RaTPConfig:
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     refresh: int = switch(2, "epochs between label refreshes; 0: once a stage", row=25, minimum=0)
-    r_con: float = switch(0.8, "confidence from which a target image gets a RandMix copy", row=40)
+    r_con: float = switch(0.8, "confidence from which a target image gets a RandMix copy", row=40, minimum=0, maximum=1)
     strict: bool = switch(True, "confidence must exceed r_con; off: reach it", row=19)
     augment: bool = switch(True, "RandMix copies at all; off: an ablation")
     augment_replay: bool = switch(True, "memory images get RandMix copies too", row=19)

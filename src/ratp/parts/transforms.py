@@ -32,16 +32,18 @@ class TransformConfig:
     """Switches of the transforms; defaults are the published code's for object images."""
 
     crop: bool = switch(True, "cut out a random box and resize it")
-    crop_scale_min: float = switch(0.7, "smallest area of the box, as a share of the image", above=0)
-    crop_scale_max: float = switch(1.0, "largest area of the box, as a share of the image", above=0)
+    crop_scale_min: float = switch(0.7, "smallest area of the box, as a share of the image", above=0, maximum=1)
+    crop_scale_max: float = switch(1.0, "largest area of the box, as a share of the image", above=0, maximum=1)
     crop_ratio_min: float = switch(3 / 4, "smallest ratio of the box's width to its height", above=0)
     crop_ratio_max: float = switch(4 / 3, "largest ratio of the box's width to its height", above=0)
-    flip: float = switch(0.5, "probability of mirroring left and right", minimum=0)
+    flip: float = switch(0.5, "probability of mirroring left and right", minimum=0, maximum=1)
     brightness: float = switch(0.3, "brightness factors lie within this of 1; 0: off", minimum=0)
     contrast: float = switch(0.3, "contrast factors lie within this of 1; 0: off", minimum=0)
     saturation: float = switch(0.3, "saturation factors lie within this of 1; 0: off", minimum=0)
-    hue: float = switch(0.3, "hue rotations lie within this of 0, in full circles, at most 0.5; 0: off", minimum=0)
-    greyscale: float = switch(0.1, "probability of turning an image grey", minimum=0)
+    hue: float = switch(
+        0.3, "hue rotations lie within this of 0, in full circles, at most 0.5; 0: off", minimum=0, maximum=0.5
+    )
+    greyscale: float = switch(0.1, "probability of turning an image grey", minimum=0, maximum=1)
 
 
 OBJECTS = TransformConfig()

@@ -26,9 +26,9 @@ class ViewConfig:
     """Switches of a view; by default it shows images as they are."""
 
     transform: TransformConfig = switch(NONE, "crop, flip, colours and greyscale")
-    jitter: float = switch(1.0, "probability that the colours change", minimum=0)
+    jitter: float = switch(1.0, "probability that the colours change", minimum=0, maximum=1)
     shift: int = switch(0, "images move by up to this many pixels each way, their edges go on", minimum=0)
-    blur: float = switch(0.0, "probability of a blur", minimum=0)
+    blur: float = switch(0.0, "probability of a blur", minimum=0, maximum=1)
     blur_min: float = switch(0.1, "smallest width σ of a blur, in pixels", minimum=0)
     blur_max: float = switch(2.0, "largest width σ of a blur, in pixels", minimum=0, below=100)
 
