@@ -228,6 +228,13 @@ class TestStatus:
         assert narrow(result.out)
         assert "finished" in result.out
 
+    def test_a_run_in_several_rows_is_counted_once_and_that_is_told(self):
+        same = '[[grid.variant]]\nname = "same"\nmethod = "ratp"\n'
+        study_file(Path(), grid('methods = ["ratp", "tent"]') + same)
+        *rows, total, told = [line for line in ratp("study", "status", "tiny.toml").out.splitlines() if line.strip()]
+        assert sorted(row.split() for row in rows[-3:]) == [["ratp", "1"], ["same", "1"], ["tent", "1"]]
+        assert (total.split(), told) == (["2", "runs", "2"], "1 run is in several rows.")
+
     def test_the_papers_studies_fit_a_terminal(self):
         file = Path(__file__).parents[2] / "configs" / "paper" / "stationary.toml"
         result = ratp("study", "status", file, "--weights", "none")
@@ -297,6 +304,9 @@ class TestKnown:
         one = next(file for file in Path(exported).iterdir() if "shot-1" in file.name)
         words[-1] = one
         assert states(*words) == ["waiting", "waiting", "finished", "waiting"]
+        first, _, known, _ = json.loads(ratp("study", "status", *words, "--json").out)["runs"]
+        assert (known["folder"], known["known"]) == (None, str(one))
+        assert Path(first["folder"]).parent == Path("new") and "known" not in first
         assert ratp("study", "report", *words, "-q").code == 0
 
     def test_a_folder_is_read_with_those_in_it_and_trials_lie_deeper(self, done, exported):
@@ -330,6 +340,8 @@ class TestKnown:
     def test_run_directories(self, done):
         words = [done[0] / "tiny.toml", "--out", "new", "--known"]
         assert states(*words, done[0] / "runs") == ["finished"] * 4
+        found = json.loads(ratp("study", "status", *words, done[0] / "runs", "--json").out)["runs"]
+        assert {Path(run["known"]) for run in found} == {*folders(done[0] / "runs")}
         assert sorted(states(*words, folders(done[0] / "runs")[0])) == ["finished", "waiting", "waiting", "waiting"]
 
     @pytest.mark.parametrize("path", ["nowhere", "x" * 300, "empty"])

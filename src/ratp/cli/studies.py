@@ -160,7 +160,7 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
     failed = {entry.name: study.reason(entry) for entry in study.entries if states[entry.name] == "failed"}
     if json_:
         runs = [
-            {"run": entry.title, "folder": str(entry.folder), "state": states[entry.name]}
+            {"run": entry.title, **_place(study, entry, states[entry.name]), "state": states[entry.name]}
             | ({"reason": failed[entry.name]} if entry.name in failed else {})
             for entry in study.entries
         ]
@@ -175,6 +175,14 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
         say(f"Whole errors: {study.folder / FAILURES}")
     if not quiet:
         say(f"Runs: {study.folder}")
+
+
+def _place(study: Study, entry: Entry, state: State) -> dict[str, str | None]:
+    """Where a run is or will be: its folder; of a result that was made elsewhere, its file or folder there."""
+    known = study.record(entry) if state == "finished" and entry.result is not None else None
+    if known is None or known.path == entry.folder:
+        return {"folder": str(entry.folder)}
+    return {"folder": None, "known": str(known.path)}
 
 
 def _by_reason(study: Study, failed: Mapping[str, str]) -> dict[str, list[str]]:
@@ -203,6 +211,9 @@ def _print_states(title: str, entries: Sequence[Entry], states: dict[str, State]
     table.add_section()
     table.add_row("1 run" if len(entries) == 1 else f"{len(entries)} runs", *(str(totals[state]) for state in seen))
     console.print(table)
+    shared = sum(len({row.label for row in entry.rows}) > 1 for entry in entries)
+    if shared:
+        console.print(Text(f"{shared} {'run is' if shared == 1 else 'runs are'} in several rows.", style="dim"))
 
 
 def _counted(entries: Sequence[Entry], states: dict[str, State]) -> dict[tuple[str, str], Counter[State]]:
