@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ratp.files import write_tensors
+from ratp.files import read_bytes, write_bytes, write_tensors
 from ratp.method import Method
 from ratp.schema import FEATURES, SAMPLES
 from ratp.stream import Stream
@@ -32,3 +32,9 @@ def save_features(folder: Path, found: Mapping[str, Tensor], stream: Stream, sta
     if found:
         about = {"domains": list(stream.order), "classes": list(stream.classes), "stage": stage}
         write_tensors(folder / f"features-{stage}.safetensors", found, FEATURES.marked(about))
+
+
+def copy_features(files: Iterable[Path], folder: Path) -> None:
+    """Keeps the embeddings that another run has kept."""
+    for path in files:
+        write_bytes(folder / path.name, read_bytes(path))

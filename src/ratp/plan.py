@@ -155,9 +155,15 @@ class RunPlan:
         unusual = {"guard": acts} if acts != usually else {}
         return _sha256(decisions | {"weights": self.weights_known} | unusual)
 
-    def to_json(self, stream: Stream) -> dict[str, Any]:
-        """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights."""
-        decisions = self.decisions() | {
+    def to_json(self, stream: Stream, after: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights.
+
+        Args:
+            stream: Its images.
+            after: What there is to say of the run it goes on from, if it does not begin at the start.
+        """
+        decisions = self.decisions() | ({"after": dict(after)} if after else {})
+        decisions |= {
             "classes": list(stream.classes),
             "data": dict(stream.fingerprints),
             "weights": self.weights.sha256 if self.weights else None,

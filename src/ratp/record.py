@@ -37,11 +37,13 @@ RESULT_KIND = "ratp result"
 
 # Mark of results that true labels of targets went into.
 ORACLE = "knows target labels"
+# Mark of results that begin with those of an earlier run: new domains were not measured in its stages.
+CONTINUED = "continued"
 # What of a config determines the result; the fingerprint is its hash.
-DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard")
+DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard", "after")
 _FOUND = ("classes", "data", "weights")
 # Events of a journal that a result keeps.
-_KEPT = ("stage_finished", "probe")
+_KEPT = ("stage_finished", "probe", "continued")
 _LONGEST = 1e12  # seconds of a stage
 
 
@@ -74,16 +76,16 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """Method, with its preset and switches where they are not the default ones; an oracle is called one."""
+        """Method, with its preset and switches where they are not the default ones; oracles and the like are marked."""
         return self.label_without(())
 
     def label_without(self, switches: Collection[str]) -> str:
         """The label, without switches that go without saying."""
+        marks = [ORACLE] * self.is_oracle + [CONTINUED] * self.is_continued
         if self.name is not None:
-            return f"{self.name} ({ORACLE})" if self.is_oracle else self.name
+            return f"{self.name} ({', '.join(marks)})" if marks else self.name
         preset = self.config["preset"]
-        extra = [ORACLE] if self.is_oracle else []
-        extra += [preset] if preset != "official" else []
+        extra = [*marks, preset] if preset != "official" else marks
         extra += [f"{name}={value}" for name, value in self.changed.items() if name not in switches]
         return f"{self.method} ({', '.join(extra)})" if extra else self.method
 
@@ -96,6 +98,11 @@ class RunRecord:
     def is_oracle(self) -> bool:
         """Whether it was told the true labels of targets."""
         return bool(self.config.get("uses_target_labels"))
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether it begins with the stages of an earlier run."""
+        return bool(self.config.get("after"))
 
     @property
     def seed(self) -> int:
@@ -122,7 +129,8 @@ class RunRecord:
     @property
     def moves(self) -> tuple[str, ...]:
         """What it went on with that it did not begin with: versions, device; a text a time, each once."""
-        found = (describe_changes(event.get("environment")) for event in self.events("run_resumed"))
+        returns = (event for event in self.journal if event.get("event") in ("continued", "run_resumed"))
+        found = (describe_changes(event.get("environment")) for event in returns)
         return tuple(dict.fromkeys(text for text in found if text))
 
     @property

@@ -8,6 +8,7 @@ command continues it, and the result is the one an undisturbed run gives.
 from __future__ import annotations
 
 import math
+import os
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ratp.device_copies import with_images_on
+from ratp.earlier import ContinuedWarning, EarlierRun, begun_after
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, accuracy_as, embeddings
@@ -24,9 +26,9 @@ from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
 from ratp.files import LostFileError, write_json
 from ratp.guard import ACT, Watch
 from ratp.journal import Journal
-from ratp.keepsakes import FEATURE_COUNT, save_features, save_samples
+from ratp.keepsakes import FEATURE_COUNT, copy_features, save_features, save_samples
 from ratp.lock import exclusive
-from ratp.matrix import Matrix
+from ratp.matrix import Matrix, describe_late
 from ratp.method import Method, unpack
 from ratp.notes import Note
 from ratp.numbers import NumbersLostError, check_numbers, find_batch, lost_numbers
@@ -68,6 +70,8 @@ class Run:
     Args:
         plan: What to run.
         folder: Its directory; continued if it holds the same run, refused if it holds anything else.
+        after: Directory of a finished run to go on from: the same but for the last domains of the order, which alone
+            are trained on. It changes no network; in the stages taken over, new domains were not measured.
         probe: Whether to measure the new domain after every epoch of its stage. It changes no result.
         capture: Whether training steps on a GPU run as CUDA graphs. It changes no result.
         reuse_source: Whether a network that an earlier run trained on the same source in the same way may be taken, and
@@ -83,6 +87,7 @@ class Run:
         plan: RunPlan,
         folder: Path | str,
         *,
+        after: Path | str | None = None,
         probe: bool = False,
         capture: bool = True,
         reuse_source: bool = False,
@@ -91,7 +96,12 @@ class Run:
         wait: bool = False,
     ) -> None:
         self.folder = Path(folder)
+        self.after = None if after is None else Path(after)
         self.plan = as_begun(plan, self.folder)
+        if self.after is not None:
+            self.plan = as_begun(self.plan, self.after)
+            if os.path.realpath(self.after) == os.path.realpath(self.folder):
+                raise ConfigError(f"a run cannot go on from {after} in that folder: choose another with --out.")
         self.probe = probe
         self.capture = capture
         self.reuse_source = reuse_source
@@ -115,7 +125,14 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """What ``config.json`` holds."""
-        return self.plan.to_json(self.stream)
+        if self.after is None:
+            return self.plan.to_json(self.stream)
+        begun = begun_after(self.after, self.folder)
+        if begun is None:
+            earlier = EarlierRun(self.after)
+            earlier.check(self.plan.to_json(self.stream))
+            begun = earlier.mark
+        return self.plan.to_json(self.stream, begun)
 
     @cached_property
     def _models(self) -> SourceModels | None:
@@ -181,6 +198,9 @@ class Run:
         """Starts the directory, or takes up the run where its last finished stage, or a checkpoint, left it."""
         self._files = RunFiles(self.folder, self.config, self.save_every)
         state, lost = self._files.find_state()
+        begins_after = self.after if state is None else None
+        if begins_after is not None:
+            state = self._begin_after(begins_after)
         self._take_up(state)
         is_new = state is None and next(self._files.checkpoints.found(0), None) is None
         if is_new:
@@ -189,8 +209,34 @@ class Run:
             self._bring_in_line(state)
         if lost:
             self._go_back(state, lost)
-        if not is_new:
+        if not is_new and begins_after is None:
             self._note_return()
+
+    def _begin_after(self, folder: Path) -> State:
+        """Starts the directory with what an earlier run left, and measures the new domains with that."""
+        earlier = EarlierRun(folder)
+        earlier.check(self.config)
+        state = earlier.state()
+        self._take_up(None)
+        self._files.begin(self.matrix, earlier.record.environment)
+        save_samples(self.folder, self.method, self.stream, self.plan.device)
+        state.load_into(self.method)
+        stages = state.matrix.stages
+        row = {test.name: accuracy(self.method, test) for test in self.stream.tests[stages:] if test is not None}
+        matrix = state.matrix.with_domains(self.stream.order, row)
+        if self.features:
+            copy_features(earlier.record.features, self.folder)
+            self._keep_features(stages - 1)
+        about: dict[str, Any] = {"after": self.config["after"]["fingerprint"], "finished_stages": stages}
+        if changed := self._files.environment_changes(self._environment()):
+            about["environment"] = changed
+        event = Journal.now("continued", **about, accuracy=row)
+        state = self._files.take_over(state, matrix, [*earlier.journal, event])
+        told = [f"goes on from {folder}, after {self.stream.order[stages - 1]}"]
+        told += [describe_late(matrix)] if matrix.late else []
+        told += [f"that began in another environment: {describe_changes(changed)}"] if changed else []
+        warnings.warn("; ".join(told), ContinuedWarning, stacklevel=3)
+        return state
 
     def _start(self) -> None:
         """Writes what a directory begins with."""
@@ -342,8 +388,7 @@ class Run:
             yield self._probed(stage, 1.0, {name: row[name]})
         seconds = work.seconds + time.perf_counter() - started
         if self.features:
-            found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
-            save_features(self.folder, found, self.stream, stage)
+            self._keep_features(stage)
         self._finish_stage(stage, row, work.statistics, seconds, guard)
         self._files.checkpoints.remove()
         yield StageFinished(stage, name, row, work.statistics, seconds, guard)
@@ -397,6 +442,10 @@ class Run:
             return {test.name: accuracy(self.method, test) for test in self.stream.tests if test is not None}
         except TrainingError as error:
             raise work.lost_at_the_end(str(error)) from error
+
+    def _keep_features(self, stage: int) -> None:
+        found = embeddings(self.method, self.stream.tests, FEATURE_COUNT, Randomness(self.plan.seed))
+        save_features(self.folder, found, self.stream, stage)
 
     def _row_as_told(self, stage: int) -> dict[str, float]:
         """Accuracies on the domains so far if it is told which they are; nothing if that makes no difference."""

@@ -43,7 +43,7 @@ class RunFiles:
         self._folder, self._config = folder, config
         self._weights = folder / "weights.safetensors"
         self.journal = Journal(folder)
-        self.states = States(folder, config["fingerprint"])
+        self.states = States(folder, config["fingerprint"], config.get("after", {}).get("stages", 0))
         self.checkpoints = Checkpoints(folder, config["fingerprint"], save_every)
 
     def find_state(self) -> tuple[State | None, str]:
@@ -57,6 +57,22 @@ class RunFiles:
         write_json(self._folder / "environment.json", ENVIRONMENT.marked(environment))
         self._write_matrix(matrix)
         self.journal.keep(())
+
+    def take_over(self, state: State, matrix: Matrix, journal: Iterable[Mapping[str, Any]]) -> State:
+        """Has the directory begin with what another run left: the state last, which counts.
+
+        Args:
+            state: The other run's last one.
+            matrix: Its accuracies, with the domains of this run.
+            journal: What to begin the journal with.
+
+        Returns:
+            The state as this run has it.
+        """
+        self.journal.keep(journal)
+        self.states.go_back(None)
+        self.states.save(state.tensors, matrix, state.finished)
+        return self.states.latest()
 
     def bring_in_line(self, matrix: Matrix, finished: Sequence[Mapping[str, Any]]) -> str:
         """Has config, matrix and journal say what the state says.

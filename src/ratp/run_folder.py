@@ -52,9 +52,8 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} holds a config.json that ratp did not write. Choose another folder with --out."
         )
     if there.get("fingerprint") != config["fingerprint"]:
-        raise RunDirectoryError(
-            f"{folder} holds another run. {_differences(there, config)} Choose another folder with --out."
-        )
+        told = f"{folder} holds another run. {_differences(there, config)}"
+        raise RunDirectoryError(f"{told} {_advice(folder, there, config)}")
 
 
 def as_begun(plan: RunPlan, folder: Path) -> RunPlan:
@@ -92,25 +91,59 @@ def prepare_folder(folder: Path) -> bool:
     return bool(present)
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """What two configurations disagree about, in a sentence or two."""
-    pairs = [(key, there.get(key), here[key]) for key in ("stream", "order", "method", "seed", "weights")]
-    pairs.append(("guard", there.get("guard"), here.get("guard")))
-    settings: list[tuple[str, Any, Any]] = []
+def _advice(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What to do about another run in a folder."""
+    if here.get("after") is None and there.get("after") is not None:
+        return "It goes on from an earlier run: name that with --after, or choose another folder with --out."
+    same = not [pair for pair in (*unlike(there, here), *unlike_settings(there, here)) if pair[0] != "order"]
+    if same and begins_with(here["order"], there.get("order")):
+        return (
+            "The order asked for only goes further: choose another folder with --out, and begin there with what this "
+            f"run has learnt with --after {shlex.quote(str(folder))}."
+        )
+    return "Choose another folder with --out."
+
+
+def begins_with(order: Sequence[str], other: object) -> bool:
+    """Whether an order has another one at its beginning, and goes further."""
+    return isinstance(other, list) and len(other) < len(order) and list(order[: len(other)]) == other
+
+
+def unlike(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What two configurations disagree about, but for settings and images: name and both values."""
+    pairs = [(key, there.get(key), here.get(key)) for key in ("stream", "order", "method", "seed", "weights", "guard")]
+    pairs.append(("after", _shortened(there.get("after")), _shortened(here.get("after"))))
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def unlike_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The sizes and switches of one method that two configurations disagree about: name and both values."""
+    found: list[tuple[str, Any, Any]] = []
     if there.get("method") == here["method"]:
         for key in ("recipe", "switches"):
             old = there.get(key)
-            settings += [(n, old.get(n) if isinstance(old, dict) else None, value) for n, value in here[key].items()]
-    others, settings = ([pair for pair in some if pair[1] != pair[2]] for some in (pairs, settings))
-    parts = [f"{name}: {_show(old)} there, {_show(new)} asked for" for name, old, new in (*others, *settings)]
+            known = old if isinstance(old, dict) else {}
+            found += [(name, known.get(name), here[key].get(name)) for name in dict.fromkeys((*here[key], *known))]
+    return [pair for pair in found if pair[1] != pair[2]]
+
+
+def unlike_images(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Domains of both configurations whose images are not the same."""
+    data = there.get("data")
+    return [n for n, value in here["data"].items() if isinstance(data, dict) and data.get(n, value) != value]
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What two configurations disagree about, in a sentence or two."""
+    others, settings = unlike(there, here), unlike_settings(there, here)
+    parts = [f"{name}: {show(old)} there, {show(new)} asked for" for name, old, new in (*others, *settings)]
     if parts:
         told = f"It differs in {'; '.join(parts)}."
         can_go_on = not others and all(old is not None for _, old, _ in settings)
         return f"{told} To go on with it: {_as_options(settings)}." if can_go_on else told
     if there.get("method_file") != here["method_file"]:
         return "The file of its method has been edited since."
-    data = there.get("data")
-    changed = [n for n, value in here["data"].items() if isinstance(data, dict) and data.get(n) != value]
+    changed = unlike_images(there, here)
     return "Its images have changed since" + (f": those of {', '.join(changed)}." if changed else ".")
 
 
@@ -120,5 +153,11 @@ def _as_options(settings: Sequence[tuple[str, Any, Any]]) -> str:
     return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value of a configuration in a sentence."""
     return ">".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _shortened(after: Any) -> str | None:
+    """The run that another one goes on from, in a sentence; None: it begins at the start."""
+    return f"run {str(after.get('fingerprint'))[:12]}" if isinstance(after, dict) else None

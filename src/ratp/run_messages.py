@@ -73,8 +73,9 @@ def described(plan: RunPlan) -> dict[str, Any]:
 
 
 def options_of(run: Run) -> dict[str, Any]:
-    """How a run is made, beside its plan; it changes no result."""
-    return {name: getattr(run, name) for name in ("probe", "capture", "reuse_source", "features", "save_every")}
+    """How a run is made, beside its plan; it changes no network."""
+    how = {name: getattr(run, name) for name in ("probe", "capture", "reuse_source", "features", "save_every")}
+    return how | {"after": None if run.after is None else os.fspath(run.after)}
 
 
 def planned(work: Mapping[str, Any]) -> RunPlan:

@@ -66,10 +66,11 @@ class States:
     Args:
         folder: The directory.
         fingerprint: Hash of all that determines the run.
+        given: How many stages it has from another run, if it does not begin at the start.
     """
 
-    def __init__(self, folder: Path, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
+    def __init__(self, folder: Path, fingerprint: str, given: int = 0) -> None:
+        self._fingerprint, self._given = fingerprint, given
         self._latest, self._before = folder / LATEST, folder / BEFORE
         self._matrix = folder / "matrix.json"
 
@@ -86,7 +87,7 @@ class States:
         """The state to go on from, None: the start; and how a later one was lost, in words, if one was.
 
         Raises:
-            RunDirectoryError: If there is none that fits, and more was finished than the first stage.
+            RunDirectoryError: If there is none that fits, and more was finished than the first stage or those given.
         """
         try:
             return self.latest(), ""
@@ -98,7 +99,7 @@ class States:
             both = f"{lost} {error}"
         had_one = self._latest.exists() or self._before.exists()
         rows = self._results() if had_one or self._matrix.exists() else []
-        if not isinstance(rows, list) or len(rows) > 1:
+        if not isinstance(rows, list) or len(rows) > max(self._given, 1):
             raise RunDirectoryError(f"{both} Put one of them back to go on. {START_ANEW}")
         return None, lost if had_one or rows else ""
 

@@ -170,6 +170,7 @@ def _continued(record: RunRecord, here: Path) -> str:
         words += ["--order", ">".join(map(str, config["order"]))]
     words += ["--subset"] if len(config["order"]) < len(spec.domains) else []
     words += ["--guard", str(config["guard"])] if "guard" in config else []
+    words += ["--after", "THE-RUN-IT-GOES-ON-FROM"] if record.is_continued else []
     words += ["--preset", config["preset"]] if config["preset"] != "official" else []
     words += [word for name, value in config["changed"].items() for word in ("--set", f"{name}={_plain(value)}")]
     backbone = config.get("recipe", {}).get("network.backbone", "dtn")

@@ -14,7 +14,7 @@ from ratp.cli.console import print_json, say, stdout
 from ratp.cli.runs import Json, Quiet
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import safe_name
-from ratp.record import RunRecord, is_run, read_run
+from ratp.record import CONTINUED, RunRecord, is_run, read_run
 from ratp.request import DEFAULT_PRESET
 from ratp.streams import STREAMS
 
@@ -71,11 +71,12 @@ def _export(records: list[RunRecord], folder: Path) -> None:
 
 
 def _name(record: RunRecord) -> str:
-    """What a result is called: stream, method, seed; order, preset and switches where they are not the usual ones."""
+    """What a result is called: stream, method, seed; all that is not usual about it."""
     config, order = record.config, record.matrix.domains
     parts = [config["stream"], record.method, str(record.seed)]
     if config["stream"] in STREAMS and order != STREAMS[config["stream"]].orders["default"]:
         parts.append("-".join(order))
+    parts += [CONTINUED] if record.is_continued else []
     parts += [config["preset"]] if config["preset"] != DEFAULT_PRESET else []
     if changed := "-".join(f"{name}={value}" for name, value in record.changed.items()):
         parts.append(changed if len(changed) <= _LONGEST else str(config.get("fingerprint", "changed"))[:12])

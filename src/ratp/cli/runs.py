@@ -20,7 +20,7 @@ from ratp.files import safe_name
 from ratp.methods import METHODS
 from ratp.on_devices import find_devices
 from ratp.plan import RunPlan, resolve
-from ratp.record import RunRecord
+from ratp.record import CONTINUED, RunRecord
 from ratp.request import DEFAULT_PRESET, RunRequest
 from ratp.run import SAVE_EVERY, Run
 from ratp.study import Executor, find_executor
@@ -137,6 +137,13 @@ def run(
             help="Run directory; default runs/STREAM-METHOD-SEED. Of several runs: the folder for their directories."
         ),
     ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a finished run to go on from: its order is the beginning of this one's, and only the "
+            "new domains are trained on.",
+        ),
+    ] = None,
     subset: Annotated[bool, typer.Option("--subset", help="Let the order leave domains out.")] = False,
     source: Annotated[Path | None, typer.Option(help="For `folders`: folder or zip of the labelled source.")] = None,
     targets: Annotated[
@@ -160,13 +167,16 @@ def run(
 ) -> None:
     """Train a method on a stream of domains. The same command continues an interrupted run.
 
-    Several seeds, orders or methods are run side by side in all their combinations.
+    Several seeds, orders or methods are run side by side in all their combinations. A run that has come to its end
+    takes the next domain with --after.
     """
     request_changes, problems = _parse_changes(changes or [])
     at_once = parse_jobs(jobs, problems)
     first, devices = parse_devices(device, precision, problems)
     methods = [name for given in methods or ["ratp"] for name in (METHODS if given == "all" else [given])]
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
+    if after is not None and len(combinations) > 1:
+        problems.append("--after names one run to go on from: give one method, one order and one seed.")
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
         requests = [
@@ -196,8 +206,8 @@ def run(
             "save_every": save_every or None,
         }
         if len(plans) == 1:
-            folder = out or _default_folder(plans[0])
-            current = Run(plans[0], folder, **how)
+            folder = out or _default_folder(plans[0], continued=after is not None)
+            current = Run(plans[0], folder, after=after, **how)
         else:
             several = _prepare_all(plans, _folders(plans, out), **how)
     if len(plans) > 1:
@@ -378,8 +388,10 @@ def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:
     return changes, problems
 
 
-def _default_folder(plan: RunPlan) -> Path:
+def _default_folder(plan: RunPlan, *, continued: bool = False) -> Path:
     """A folder of its own for every plan, with a plain name for the usual one of a benchmark."""
+    if continued:
+        return Path("runs") / f"{safe_name(plan.title)}-{plan.digest()[:8]}-{CONTINUED}"
     usual = not plan.changed and plan.preset == DEFAULT_PRESET and plan.order == plan.spec.orders["default"]
     if usual and not plan.spec.values:
         return Path("runs") / plan.title

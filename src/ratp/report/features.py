@@ -40,8 +40,8 @@ def feature_maps(run: RunRecord) -> Figure | None:
     stages = [(tensors, about) for tensors, about in stages if len(tensors["embedding"]) >= _FEWEST]
     if not stages:
         return None
-    names = [name for _, about in stages for name in (about["domains"], about["classes"])]
-    domains, classes = names[0], names[1]
+    last = stages[-1][1]  # an earlier one may be of a run that knew fewer domains
+    domains, classes = last["domains"], last["classes"]
     with house_style():
         figure = Figure(figsize=(_INCHES * len(stages) + 1.6, 2 * _INCHES + 0.5), layout="constrained")
         axes = figure.subplots(2, len(stages), squeeze=False)

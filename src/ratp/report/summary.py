@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ratp.errors import RatpError
-from ratp.matrix import METRICS, mean_of
+from ratp.matrix import METRICS, describe_late, mean_of
 from ratp.record import RunRecord
 from ratp.report.probes import area, probed_curves
 from ratp.report.settings import differing, flatten
@@ -69,8 +69,8 @@ class Group:
 
     @property
     def competes(self) -> bool:
-        """Whether it can be the best: finished, and not told what no method may know."""
-        return self.finished and not any(run.is_oracle for run in self.runs)
+        """Whether it can be the best: finished, measured from the start, and not told what no method may know."""
+        return self.finished and not any(run.is_oracle or run.is_continued for run in self.runs)
 
     def parts(self) -> list[Group]:
         """The lines of a table: the complete runs together, then each unfinished one alone."""
@@ -177,7 +177,7 @@ class Section:
         if waiting:
             listed = "; ".join(f"{part.name} ({part.status})" for part in waiting)
             notes.append(f"Unfinished, shown as far as they have come, in no mean and never marked best: {listed}.")
-        told = [part.name for part in self.parts if part.finished and not part.competes]
+        told = [part.name for part in self.parts if part.finished and any(run.is_oracle for run in part.runs)]
         if told:
             notes.append(f"Told the labels of targets, a bound and never marked best: {'; '.join(told)}.")
         if self.shared:
@@ -268,11 +268,14 @@ def _group_notes(group: Group) -> list[str]:
     unlike = [
         key
         for key in differing([flatten(run.config) for run in group.runs])
-        if key not in ("seed", "ratp", "fingerprint", "notes")
+        if key not in ("seed", "ratp", "fingerprint", "notes", "after.fingerprint")
     ]
     unlike = [key for key in unlike if not key.startswith("data.")]
     if unlike:
         notes.append(f"{group.label}: its runs differ in more than their seed: {', '.join(unlike)}.")
+    late = "; ".join(dict.fromkeys(filter(None, (describe_late(run.matrix) for run in group.runs))))
+    if any(run.is_continued for run in group.runs):
+        notes.append(f"{group.label}: begins with an earlier run, never marked best{f'; {late}' if late else ''}.")
     for run in group.runs:
         notes += [f"{group.label}, seed {run.seed}: went on in another environment: {move}." for move in run.moves]
     for run in group.runs:
