@@ -39,7 +39,7 @@ def plan(count=4, method="shot", **how):
 
 def go_on(folder, after, run_plan=None, **how):
     """Goes on from an earlier run; returns the stages that are made."""
-    with pytest.warns(ContinuedWarning):
+    with pytest.warns(ContinuedWarning, match=r"TDG of .* is over the stages from"):
         events = list(Run(run_plan or plan(), folder, after=after, **how).events())
     return [event.stage for event in events if isinstance(event, StageStarted)]
 

@@ -4,7 +4,7 @@ A run directory is readable without this package::
 
     config.json              what was asked for, every value spelled out
     environment.json         versions, device, threads
-    journal.jsonl            one line an epoch, a stage, a probe
+    journal.jsonl            one line an epoch, a stage, a probe; of an earlier run too, up to the line ``continued``
     matrix.json              accuracies and metrics, a row a finished stage
     samples.safetensors      a few images and what the method made of them (if it augments)
     features-*.safetensors   embeddings of some test images after each stage (if asked for)

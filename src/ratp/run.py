@@ -232,10 +232,11 @@ class Run:
             about["environment"] = changed
         event = Journal.now("continued", **about, accuracy=row)
         state = self._files.take_over(state, matrix, [*earlier.journal, event])
-        told = [f"goes on from {folder}, after {self.stream.order[stages - 1]}"]
-        told += [describe_late(matrix)] if matrix.late else []
+        told = [describe_late(matrix)] if matrix.late else []
         told += [f"that began in another environment: {describe_changes(changed)}"] if changed else []
-        warnings.warn("; ".join(told), ContinuedWarning, stacklevel=3)
+        if told:
+            where = f"goes on from {folder}, after {self.stream.order[stages - 1]}"
+            warnings.warn("; ".join((where, *told)), ContinuedWarning, stacklevel=3)
         return state
 
     def _start(self) -> None:

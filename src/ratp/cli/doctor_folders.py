@@ -170,14 +170,15 @@ def _continued(record: RunRecord, here: Path) -> str:
         words += ["--order", ">".join(map(str, config["order"]))]
     words += ["--subset"] if len(config["order"]) < len(spec.domains) else []
     words += ["--guard", str(config["guard"])] if "guard" in config else []
-    words += ["--after", "THE-RUN-IT-GOES-ON-FROM"] if record.is_continued else []
     words += ["--preset", config["preset"]] if config["preset"] != "official" else []
     words += [word for name, value in config["changed"].items() for word in ("--set", f"{name}={_plain(value)}")]
     backbone = config.get("recipe", {}).get("network.backbone", "dtn")
     words += ["--weights", "none"] if backbone != "dtn" and config.get("weights") is None else []
     command = shlex.join([*words, "--out", str(place.relative_to(here))])
     weights = str(config.get("weights_name"))
-    return f"{command} (and --weights with the {weights} it had)" if weights.endswith(".safetensors") else command
+    further = [f"--weights with the {weights} it had"] if weights.endswith(".safetensors") else []
+    further += ["--after with the run it goes on from"] if record.is_continued else []
+    return f"{command} (and {', '.join(further)})" if further else command
 
 
 def _plain(value: Any) -> str:
