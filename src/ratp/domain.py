@@ -15,12 +15,34 @@ from torch import Tensor
 from ratp.errors import RatpError
 
 
-def _check_images(name: str, images: Tensor) -> None:
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-        raise RatpError(
-            f"domain {name!r}: images must be a uint8 tensor of shape (N, 3, height, width), "
-            f"got {images.dtype} of shape {tuple(images.shape)}."
-        )
+def check_images(images: Tensor, size: tuple[int, int] | None = None, where: str = "") -> None:
+    """Refuses what is not a tensor of images as they are stored. No pixel is looked at.
+
+    Args:
+        images: What was given.
+        size: Height and width they must have; None: any.
+        where: What the message begins with.
+
+    Raises:
+        RatpError: With what was expected, what was found and what to do.
+    """
+    height, width = size or ("height", "width")
+    wanted = f"{where}images must be a uint8 tensor of shape (N, 3, {height}, {width})"
+    if not isinstance(images, Tensor):
+        raise RatpError(f"{wanted}, got {type(images).__name__}.")
+    found = f"got {images.dtype} of shape {tuple(images.shape)}"
+    if images.ndim != 4 or images.shape[1] != 3:
+        grey = images.ndim == 4 and images.shape[1] == 1
+        raise RatpError(f"{wanted}, {found}." + (" Grey: images.expand(-1, 3, -1, -1)" if grey else ""))
+    if images.dtype != torch.uint8:
+        unit = " From values of 0 to 1: (255 * images).round().to(torch.uint8)"
+        raise RatpError(f"{wanted}, {found}." + (unit if images.is_floating_point() else ""))
+    if size is not None and tuple(images.shape[2:]) != size:
+        raise RatpError(f"{wanted}, {found}. Resize them first.")
+
+
+def _check_domain(name: str, images: Tensor) -> None:
+    check_images(images, where=f"domain {name!r}: ")
     if not len(images):
         raise RatpError(f"domain {name!r} is empty: a domain needs at least one image.")
 
@@ -40,7 +62,7 @@ class UnlabelledDomain:
     manifest: str | None = None
 
     def __post_init__(self) -> None:
-        _check_images(self.name, self.images)
+        _check_domain(self.name, self.images)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -79,7 +101,7 @@ class LabelledDomain:
     manifest: str | None = None
 
     def __post_init__(self) -> None:
-        _check_images(self.name, self.images)
+        _check_domain(self.name, self.images)
         if self.labels.shape != (len(self.images),) or self.labels.dtype != torch.int64:
             raise RatpError(
                 f"domain {self.name!r}: labels must be int64 of shape ({len(self.images)},), "

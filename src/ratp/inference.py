@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ratp.domain import check_images
 from ratp.network import Network
 from ratp.parts.chunks import in_chunks
 from ratp.recipe import Scaling
@@ -49,10 +50,20 @@ def run_in_chunks(
 
 
 def classify(network: Network, images: Tensor, scaling: Scaling) -> Tensor:
-    """Logits of uint8 images."""
+    """Logits of uint8 images.
+
+    Raises:
+        RatpError: If they are no uint8 images of the network's size.
+    """
+    check_images(images, network.image_size)
     return run_in_chunks(network, lambda x: (network(x).logits,), images, scaling)[0]
 
 
 def embed(network: Network, images: Tensor, scaling: Scaling) -> Tensor:
-    """Embeddings of uint8 images."""
+    """Embeddings of uint8 images.
+
+    Raises:
+        RatpError: If they are no uint8 images of the network's size.
+    """
+    check_images(images, network.image_size)
     return run_in_chunks(network, lambda x: (network(x).embedding,), images, scaling)[0]

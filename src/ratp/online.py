@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.domain import LabelledDomain, UnlabelledDomain, check_images
 from ratp.inference import classify
 from ratp.method import OnlineMethod, Setting, Statistics, pack, unpack
 from ratp.network import Network
@@ -77,7 +77,11 @@ def classify_by_batch(
         scaling: From stored images to what the network sees.
         size: Images in a batch, at least.
         generator: On the CPU; decides who is seen together.
+
+    Raises:
+        RatpError: If they are no uint8 images of the network's size.
     """
+    check_images(images, network.image_size)
     if len(images) < 2:
         return classify(network, images, scaling)
     order = torch.randperm(len(images), generator=generator)
@@ -125,6 +129,7 @@ class OnlineNetwork(OnlineMethod, NetworkMethod):
     @final
     def observe(self, images: Tensor) -> Tensor:
         """Logits of a batch of uint8 images; the method adapts to it."""
+        check_images(images, self.network.image_size)
         if not self._begun:
             self._begin()
         if len(images) < self.smallest:
