@@ -16,7 +16,7 @@ from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD, make_backbone
 from ratp.errors import ConfigError, RatpError
 from ratp.files import write_tensors
 from ratp.network import Network, NetworkConfig
-from ratp.weights import Weights, _published_by_timm, find_weights, load_backbone
+from ratp.weights import PartWarning, Weights, _published_by_timm, find_weights, load_backbone
 
 
 def small(seed=0):
@@ -74,6 +74,17 @@ class TestLoad:
         ignored = load_backbone(target, Weights("weights.safetensors", "", network.state_dict()))
         assert same(network.backbone, target)
         assert set(ignored) == {n for n in network.state_dict() if not n.startswith("backbone.")}
+
+    def test_of_the_weights_of_a_run_it_is_said_which_are_taken(self, tmp_path):
+        path = tmp_path / "weights.safetensors"
+        write_tensors(path, Network(NetworkConfig(width=0.05), 10).state_dict())
+        taken = r"the feature extractor is taken \(\d+ tensors\); the rest \(bottleneck, classifier\) begins anew"
+        with pytest.warns(PartWarning, match=taken) as told:
+            find_weights(str(path), "dtn")
+        assert len(told) == 1
+        find_weights(str(path), "dtn")  # and said once
+        write_tensors(path, small().state_dict())
+        find_weights(str(path), "dtn")  # a backbone alone is taken as a whole
 
     def test_loading_draws_no_random_numbers(self):
         target, weights = small(2), weights_of(small(1))

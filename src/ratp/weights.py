@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,11 +17,16 @@ from ratp.checkpoint import looks_like, read_pickle
 from ratp.errors import ConfigError, RatpError, unknown
 from ratp.files import hash_of, read_tensors, sha256_of
 from ratp.fit import OWN_PREFIX, best_fit, fitting_backbone, refuse_non_numbers
+from ratp.notes import Note
 from ratp.schema import WEIGHTS
 
 # Endings of files that hold pickles.
 PICKLED = frozenset({".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".th"})
 OTHERWISE = "Give a file of your own by --weights FILE, or --weights none to start from random numbers."
+
+
+class PartWarning(Note):
+    """Of a file of weights, a part is taken."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,11 @@ def _read_once(path: Path, state: tuple[int, ...]) -> Weights:
     """The weights in a file: all runs of a study share them, as long as the file's state does not change."""
     tensors, about = read_tensors(path)
     WEIGHTS.read(about, path)
+    own = [name for name in tensors if name.startswith(OWN_PREFIX)]
+    others = list(dict.fromkeys(name.partition(".")[0] for name in tensors if name not in own))
+    if own and others:
+        told = f"of {path}, the network of a run, the feature extractor is taken ({len(own)} tensors)"
+        warnings.warn(f"{told}; the rest ({', '.join(others)}) begins anew", PartWarning, stacklevel=4)
     return Weights(path.name, sha256_of(path), tensors)
 
 

@@ -83,6 +83,7 @@ def test_what_is_none_of_ours_is_refused_by_its_contents(data, here, refused):
     refused("import-weights", "in.safetensors", "out.safetensors", told=["in.safetensors"])
 
 
+@pytest.mark.filterwarnings("ignore::ratp.weights.PartWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_state_of_no_numbers(value, run):
     """It was not this run that wrote it, for that one refuses to; its hash is right all the same."""
