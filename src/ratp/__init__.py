@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
     from ratp.evaluate import accuracy
     from ratp.inference import classify
+    from ratp.loaded import LoadedRun, load
     from ratp.matrix import Matrix
     from ratp.memory import Memory
     from ratp.method import Method, Setting, pack, unpack
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DataOptions",
     "LabelledDomain",
+    "LoadedRun",
     "Matrix",
     "Memory",
     "Method",
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "classify",
+    "load",
     "pack",
     "read_run",
     "resolve",
@@ -61,6 +64,7 @@ _HOMES = {
     "errors": ("ConfigError", "RatpError", "RunDirectoryError", "TrainingError"),
     "evaluate": ("accuracy",),
     "inference": ("classify",),
+    "loaded": ("LoadedRun", "load"),
     "matrix": ("Matrix",),
     "memory": ("Memory",),
     "method": ("Method", "Setting", "pack", "unpack"),

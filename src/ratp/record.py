@@ -232,13 +232,23 @@ def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
     return config, data.get("environment"), data.get("matrix"), data.get("journal")
 
 
-def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads the ``config.json`` of a run directory.
+
+    Raises:
+        RunDirectoryError: If there is none, or it cannot be read.
+    """
     if not path.exists():
         raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
     if not is_run(path):
         raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
-    forms = {"config.json": CONFIG, "environment.json": ENVIRONMENT, "matrix.json": MATRIX}
-    config, environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())
+    return CONFIG.read(read_json(path / "config.json"), path / "config.json")
+
+
+def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
+    config = read_config(path)
+    forms = {"environment.json": ENVIRONMENT, "matrix.json": MATRIX}
+    environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())
     return config, environment, matrix, read_journal(path / "journal.jsonl")
 
 

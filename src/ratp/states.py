@@ -41,12 +41,14 @@ class State:
         tensors: What the method says of itself.
         matrix: Accuracies of the stages so far.
         finished: The ends of these stages, as the journal has them.
+        advice: What to do if it does not fit.
     """
 
     path: Path
     tensors: Mapping[str, Tensor]
     matrix: Matrix
     finished: Sequence[dict[str, Any]]
+    advice: str = START_ANEW
 
     def load_into(self, method: Method) -> None:
         """Brings a method that was just built to this state.
@@ -57,7 +59,7 @@ class State:
         try:
             method.load_state(self.tensors)
         except _MISFITS as error:
-            raise _misfit(self.path, error) from error
+            raise _misfit(self.path, error, self.advice) from error
 
 
 class States:
@@ -67,10 +69,11 @@ class States:
         folder: The directory.
         fingerprint: Hash of all that determines the run.
         given: How many stages it has from another run, if it does not begin at the start.
+        advice: What to do if they do not fit.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, given: int = 0) -> None:
-        self._fingerprint, self._given = fingerprint, given
+    def __init__(self, folder: Path, fingerprint: str, given: int = 0, advice: str = START_ANEW) -> None:
+        self._fingerprint, self._given, self._advice = fingerprint, given, advice
         self._latest, self._before = folder / LATEST, folder / BEFORE
         self._matrix = folder / "matrix.json"
 
@@ -83,6 +86,10 @@ class States:
         """
         return self._read(self._latest)
 
+    def before(self) -> State:
+        """The state after the stage before that; raises what :meth:`latest` does."""
+        return self._read(self._before)
+
     def find(self) -> tuple[State | None, str]:
         """The state to go on from, None: the start; and how a later one was lost, in words, if one was.
 
@@ -94,7 +101,7 @@ class States:
         except LostFileError as error:
             lost = str(error)
         try:
-            return self._read(self._before), lost
+            return self.before(), lost
         except LostFileError as error:
             both = f"{lost} {error}"
         had_one = self._latest.exists() or self._before.exists()
@@ -137,15 +144,16 @@ class States:
             about = STATE.read(about, path)
             if about["fingerprint"] != self._fingerprint:
                 raise RunDirectoryError("it belongs to another run")
-            state = State(path, tensors, Matrix.from_json(about["matrix"]), list(about["stage_events"]))
+            matrix, finished = Matrix.from_json(about["matrix"]), list(about["stage_events"])
+            state = State(path, tensors, matrix, finished, self._advice)
             if not all(map(is_event, state.finished)):
                 raise RunDirectoryError("it holds what is no event of a run")
             return state
         except NewerFileError:
             raise
         except _MISFITS as error:
-            raise _misfit(path, error) from error
+            raise _misfit(path, error, self._advice) from error
 
 
-def _misfit(path: Path, error: Exception) -> RunDirectoryError:
-    return RunDirectoryError(f"{path} does not fit this run ({error}). {START_ANEW}")
+def _misfit(path: Path, error: Exception, advice: str) -> RunDirectoryError:
+    return RunDirectoryError(f"{path} does not fit this run ({error}). {advice}")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ratp.cli import data, doctor, lists, reports, runs, studies, weights
+from ratp.cli import data, doctor, lists, predict, reports, runs, studies, weights
 from ratp.cli.console import stderr
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError, RatpError
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(runs.demo)
 app.command()(runs.run)
+app.command()(predict.predict)
 app.command()(reports.report)
 app.add_typer(studies.app, name="study")
 app.add_typer(lists.methods, name="methods")

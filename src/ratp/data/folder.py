@@ -90,11 +90,20 @@ class _Walk:
         return None
 
     def read_file(self, name: str) -> bytes:
-        """The bytes of a file, of which no more than the limit are ever read."""
-        try:
-            with (self.root / name).open("rb") as file:
-                if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
-                    raise BadImage(f"larger than {MAX_FILE_BYTES // 2**20} MiB")
-                return file.read(MAX_FILE_BYTES)
-        except OSError as error:
-            raise BadImage(f"cannot be read: {error.strerror or error}") from error
+        """The bytes of a file below the folder."""
+        return read_file(self.root / name)
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file, of which no more than the limit are ever read.
+
+    Raises:
+        BadImage: If it cannot be read, or is larger than any image.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+                raise BadImage(f"larger than {MAX_FILE_BYTES // 2**20} MiB")
+            return file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise BadImage(f"cannot be read: {error.strerror or error}") from error

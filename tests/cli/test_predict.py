@@ -1,0 +1,263 @@
+"""``ratp predict``: a run used on other images, from nothing but its directory."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helpers import TINY, ratp
+from own_images import encoded, images, picture, put, refused, worked, zipped
+from ratp import loaded
+from ratp.files import read_tensors, write_tensors
+from ratp.loaded import UnfinishedWarning
+from ratp.matrix import Matrix
+from ratp.methods import METHODS
+from ratp.record import fingerprint_of
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "self_training.py"
+SIZES = {**TINY, "epochs": 3, "steps": 10, "lr": 0.05, "network.width": 0.1, "network.backbone": "dtn"}
+OPTIONS = [word for name, value in SIZES.items() for word in ("--set", f"{name}={value}")] + ["--guard", "off"]
+NEW = images(count=20, seed=5, flat=True)
+
+
+def rows(text):
+    """The rows of a table of predictions, without the folder that a name begins with."""
+    header, *found = csv.reader(io.StringIO(text))
+    assert header == ["file", "class", "confidence"]
+    return [(Path(file).name, label, share) for file, label, share in found]
+
+
+def train(folder, method, *more):
+    put(folder / "day", images(count=8))
+    put(folder / "rain", images(count=8, seed=1))
+    put(folder / "new", NEW)
+    out, where = folder / "run", ("--source", folder / "day", "--targets", folder / "rain", folder / "new")
+    worked(ratp("run", "folders", *where, "--out", out, "--method", method, *OPTIONS, *more))
+    for name in ("day", "rain"):  # nothing but the run is needed from now on
+        shutil.rmtree(folder / name)
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), "source-only")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("own"), EXAMPLE)
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(Path("new"), NEW)
+    return Path(shutil.copytree(trained, "run"))
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"oracle", "source-only"}))
+def test_every_method_predicts_as_in_its_run(method, tmp_path, monkeypatch):
+    """By batch statistics, by another classifier, by the mask of the last domain: whatever its rule is."""
+    folder = train(tmp_path, method, *(["--set", "views=2"] if method == "cotta" else []))
+    monkeypatch.setattr(loaded, "_ROOM", 1)  # the smallest chunks there are
+    found = worked(ratp("predict", folder, tmp_path / "new", "--device", "cpu"))
+    expected = rows((folder / "predictions-new.csv").read_text())
+    assert rows(found.out) == expected
+    assert max(float(share) for _, _, share in expected) > 0.3  # it has learnt something that could be lost
+
+
+class TestOutput:
+    def test_the_table_of_the_run(self, run):
+        found = worked(ratp("predict", run, "new"))
+        kept = (run / "predictions-new.csv").read_text()
+        assert found.out == kept.replace("\n", "\nnew/").removesuffix("new/")
+
+    def test_nothing_in_the_run_is_touched(self, run):
+        before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
+        worked(ratp("predict", run, "new"))
+        assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()} == before
+
+    def test_into_a_file(self, run):
+        found = worked(ratp("predict", run, "new", "--out", "found.csv"))
+        assert found.out == ""
+        assert "Predictions: found.csv" in found.err
+        assert rows(Path("found.csv").read_text()) == rows((run / "predictions-new.csv").read_text())
+
+    def test_quiet(self, run):
+        assert worked(ratp("predict", run, "new", "--out", "found.csv", "--quiet")).err == ""
+
+    def test_json(self, run):
+        told = json.loads(worked(ratp("predict", run, "new", "--json")).out)
+        assert told["classes"] == json.loads((run / "config.json").read_text())["classes"]
+        assert told["stages"] == ["day", "rain", "new"]
+        first = rows((run / "predictions-new.csv").read_text())[0]
+        assert told["predictions"][0]["class"] == first[1]
+        assert f"{told['predictions'][0]['confidence']:.4f}" == first[2]
+
+    @pytest.mark.parametrize("room", [1, 2**28])
+    def test_the_order_is_that_of_what_is_given(self, run, room, monkeypatch):
+        monkeypatch.setattr(loaded, "_ROOM", room)
+        put(Path("deep/b/north"), images(count=2, seed=6, flat=True))
+        put(Path("deep/a"), images(count=1, seed=7, flat=True))
+        Path("odd.ending").write_bytes(encoded(picture(0, 9)))
+        packed = zipped(Path("rain.zip"), images(count=1, seed=8))
+        first = "new/west-3.png"
+        found = worked(ratp("predict", run, first, "odd.ending", packed, "deep", first))
+        names = [line.partition(",")[0] for line in found.out.splitlines()[1:]]
+        below = sorted(str(path) for path in Path("deep").rglob("*.png"))
+        zipped_names = [f"rain.zip/{name}/0.png" for name in ("east", "north", "south", "west")]
+        assert names == [first, "odd.ending", *zipped_names, *below, first]
+        again = worked(ratp("predict", run, first)).out.splitlines()[1]
+        assert found.out.splitlines()[1] == found.out.splitlines()[-1] == again
+
+    def test_folders_mean_nothing(self, run):
+        """Those of classes the run does not know, either."""
+        put(Path("zoo"), images(["gnu", "yak"]))
+        labels = {label for _, label, _ in rows(worked(ratp("predict", run, "zoo")).out)}
+        assert labels <= {"north", "east", "south", "west"}
+
+    def test_few_images_for_a_method_that_compares_them(self, tmp_path):
+        folder = train(tmp_path, "tent")
+        found = worked(ratp("predict", folder, tmp_path / "new" / "north-0.png"))
+        assert "tent predicts by the statistics of the images it is asked about, and 1 are few" in found.err
+        assert "few" not in worked(ratp("predict", folder, tmp_path / "new")).err
+
+    def test_names_give_no_orders_to_a_terminal(self, run, monkeypatch):
+        name = "new/\x1b[31mred.png"
+        Path(name).write_bytes(encoded(picture(0, 9)))
+        assert "\x1b[31m" in worked(ratp("predict", run, name)).out  # a file gets names as they are
+
+        class Terminal(io.StringIO):
+            def isatty(self):
+                return True
+
+        monkeypatch.setattr("helpers.io.StringIO", Terminal)
+        assert "\x1b[31m" not in worked(ratp("predict", run, name)).out
+
+
+class TestBadImages:
+    @pytest.fixture(autouse=True)
+    def _broken(self, run):
+        Path("new/broken.png").write_bytes(b"\x89PNG")
+        Path("new/page.jpg").write_bytes(b"<html>")
+
+    def test_they_stop_it_with_their_names(self, run, monkeypatch):
+        monkeypatch.setattr(loaded, "_ROOM", 1)
+        told = ("2 bad among 82 images", "new/broken.png: a damaged", "new/page.jpg: a web page", "--on-bad-image skip")
+        refused(ratp("predict", run, "new", "--out", "found.csv"), *told, out="found.csv")
+
+    def test_or_are_left_out_by_name(self, run):
+        found = worked(ratp("predict", run, "new", "--on-bad-image", "skip"))
+        assert "left out 2 that are no usable images" in found.err
+        assert "new/page.jpg: a web page" in found.err
+        assert rows(found.out) == rows((run / "predictions-new.csv").read_text())
+
+    def test_not_one_that_can_be_used(self, run):
+        result = ratp("predict", run, "new/broken.png", "new/page.jpg", "--on-bad-image", "skip")
+        refused(result, "2 images are given, and not one that can be used", out="found.csv")
+
+    def test_no_such_option(self, run):
+        refused(ratp("predict", run, "new", "--on-bad-image", "mend"), "--on-bad-image", "skip", out="found.csv")
+
+    def test_paths_that_lead_nowhere_are_all_named(self, run):
+        Path("empty").mkdir()
+        put(Path("texts"), {"notes.txt": b"x"})
+        Path("odd.zip").write_bytes(b"PK")
+        os.mkfifo("pipe")
+        result = ratp("predict", run, "new", "gone.png", "empty", "texts", "odd.zip", "pipe")
+        told = ("gone.png does not exist", "empty has no images", "'notes.txt'", "odd.zip is damaged", "pipe is a pipe")
+        refused(result, *told, out="found.csv")
+
+
+class TestBadRuns:
+    def check(self, run, *told):
+        refused(ratp("predict", run, "new"), *told, out="found.csv")
+
+    def test_no_run(self, run):
+        self.check("gone", "gone does not exist")
+        self.check("new", "new is no run directory")
+        worked(ratp("report", run, "--export", "kept", "--quiet"))
+        self.check(next(Path("kept").iterdir()), "is a file: give a run directory")
+
+    def test_no_such_device(self, run):
+        refused(ratp("predict", run, "new", "--device", "cuda:99"), "cuda:99", out="found.csv")
+
+    def test_damaged_weights(self, run):
+        state = run / "state.safetensors"
+        state.write_bytes(state.read_bytes()[:-8] + b"\x01" * 8)
+        self.check(run, "state.safetensors is damaged", "Put it back from a copy")
+
+    def test_the_state_of_another_run(self, run, tmp_path):
+        other = train(tmp_path / "other", "source-only", "--seed", "3")
+        shutil.copy(other / "state.safetensors", run)
+        self.check(run, "belongs to another run", "Give a run directory as the run left it.")
+
+    def test_other_classes(self, run):
+        config = json.loads((run / "config.json").read_text())
+        config["classes"] = ["cat", "dog"]
+        (run / "config.json").write_text(json.dumps(config))
+        self.check(run, "config.json is damaged")
+        (run / "config.json").write_text(json.dumps({**config, "fingerprint": fingerprint_of(config)}))
+        self.check(run, "belongs to another run")
+
+    @pytest.mark.parametrize(
+        "change", [{"recipe": None}, {"classes": [1, 2]}, {"recipe": {"size": -1}}, {"switches": {"odd": 1}}]
+    )
+    def test_a_config_that_makes_no_sense(self, run, change):
+        config = json.loads((run / "config.json").read_text()) | change
+        (run / "config.json").write_text(json.dumps({**config, "fingerprint": fingerprint_of(config)}))
+        result = ratp("predict", run, "new")
+        assert (result.code, result.out) == (2, "")
+        assert "Traceback" not in result.err
+
+    def test_what_it_can_do_without(self, run):
+        expected = worked(ratp("predict", run, "new")).out
+        for name in ("weights.safetensors", "environment.json", "matrix.json", "journal.jsonl"):
+            (run / name).unlink()
+        assert worked(ratp("predict", run, "new")).out == expected
+
+
+class TestUnfinished:
+    def test_no_stage_is_finished(self, run):
+        (run / "state.safetensors").unlink()
+        refused(ratp("predict", run, "new"), "no stage is finished", "goes on with it", out="found.csv")
+
+    @pytest.mark.parametrize("name", ["state.safetensors", "state-before.safetensors"])
+    def test_the_last_finished_stage(self, run, name):
+        """``run`` was stopped after its second stage, or its last state was damaged since."""
+        tensors, about = read_tensors(run / "state.safetensors")
+        matrix = Matrix.from_json(about["matrix"])
+        half = Matrix(matrix.domains, matrix.accuracy[:2]).to_json()
+        (run / "state.safetensors").write_bytes(b"")
+        write_tensors(run / name, tensors, {**about, "matrix": half})
+        with pytest.warns(UnfinishedWarning) as told:
+            found = worked(ratp("predict", run, "new"))
+        *lost, unfinished = (str(warning.message) for warning in told)
+        assert unfinished == "run is unfinished: what predicts is its method after 2 of 3 stages, the last rain"
+        assert ["The state before it is taken" in text for text in lost] == [True] * (name != "state.safetensors")
+        assert len(rows(found.out)) == len(NEW)
+
+
+class TestOwnMethods:
+    def test_it_predicts_if_its_file_is_named(self, own):
+        found = worked(ratp("predict", own, own.parent / "new", "--method", EXAMPLE))
+        assert rows(found.out) == rows((own / "predictions-new.csv").read_text())
+
+    def test_no_file_is_run_that_was_not_named(self, own):
+        refused(ratp("predict", own, own.parent / "new"), "'self-training'", "--method FILE.py", out="found.csv")
+
+    def test_an_edited_file_is_another_method(self, own, tmp_path):
+        edited = tmp_path / "edited.py"
+        edited.write_text(EXAMPLE.read_text() + "\n")
+        result = ratp("predict", own, own.parent / "new", "--method", edited)
+        refused(result, "has been edited since", out="found.csv")
+
+    def test_what_comes_along_needs_no_file(self, run):
+        result = ratp("predict", run, "new", "--method", EXAMPLE)
+        refused(result, "is a run of source-only, which comes along", out="found.csv")
