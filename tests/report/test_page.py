@@ -135,6 +135,13 @@ def test_page_is_accessible(page):
     assert all(later - earlier <= 1 for earlier, later in pairwise(levels))
 
 
+def test_figures_scroll_where_the_page_is_narrow(page):
+    """Scaled to the width of a telephone, their letters could not be read."""
+    before = [attributes for (_, attributes), (tag, _) in pairwise(page.tags) if tag == "img"]
+    assert [each["class"] for each in before] == ["sheet"] * 4
+    assert all(each["tabindex"] == "0" and each["aria-label"] for each in before)
+
+
 def test_hostile_names_are_text_and_never_markup(hostile, tmp_path):
     page = Page(write_report([hostile], tmp_path).read_text())
     assert not page.of("script")
