@@ -142,6 +142,11 @@ def test_figures_scroll_where_the_page_is_narrow(page):
     assert all(each["tabindex"] == "0" and each["aria-label"] for each in before)
 
 
+def test_images_keep_their_colours_in_the_dark(page):
+    """What is drawn is turned round there, black for white; samples are shown as they are."""
+    assert [figure["class"] for figure in page.of("figure")] == ["drawn", "drawn", "drawn", "photos"]
+
+
 def test_hostile_names_are_text_and_never_markup(hostile, tmp_path):
     page = Page(write_report([hostile], tmp_path).read_text())
     assert not page.of("script")
