@@ -111,6 +111,11 @@ def test_page_shows_every_setting_of_every_run(page, full):
             assert value in page.text
 
 
+def test_only_what_differs_between_runs_is_open(page):
+    """The rest, pages of it, is neither in the way nor printed unless it is asked for."""
+    assert ["open" in details for details in page.of("details")] == [False, False, True, False]
+
+
 def test_settings_of_several_lines_keep_them(make_run, tmp_path):
     run = make_run(notes=["photo: left out 1:\n  a\x07.png: empty", "font: left out 1:\r\n  b.png: empty"])
     html = write_report([run], tmp_path / "report").read_text(encoding="utf-8")
