@@ -8,6 +8,7 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -409,6 +410,24 @@ class TestFiles:
         assert not re.search(r"https?://|url\(|@import", (folder / "index.html").read_text())
         assert len(page.of("img")) == 6
         assert all(image["src"].startswith("data:image/") and image["alt"] for image in page.of("img"))
+
+    def test_the_averages_of_an_order_have_one_table(self, markdown, page):
+        """With intervals, before the sections, whose tables of single domains end with the deviations."""
+        assert "Which does best overall, and how sure is that?" in page.words
+        assert "Which method does best overall?" not in page.words
+        assert "| Method" not in markdown
+        assert "Mean ± sample standard deviation over seeds. Without ±: from a single seed." in page.words
+        assert "- Mean ± sample standard deviation over seeds. Without ±: from a single seed." in markdown
+        assert "Told the labels of targets" in markdown
+
+    def test_they_hold_the_unfamiliar_period_where_it_was_measured(self, tmp_path):
+        probe = {"event": "probe", "stage": 1, "domain": "b"}
+        probes = tuple({**probe, "progress": at, "accuracy": {"b": 50 + at}} for at in (0, 1))
+        run = asked("ratp", (50, 80, 70))
+        probed = replace(run, record=replace(run.record, journal=probes))
+        folder = write_study(study(probed, asked("shot", (40, 70, 60))), tmp_path).parent
+        rows = lines_of((folder / "report.md").read_text(), "demo: a > b > c, averages over domains")
+        assert (rows["ratp"][-1], rows["shot"][-1]) == ("50.5¹", "–")
 
     def test_the_sections_of_a_plain_report_follow(self, markdown, page):
         assert markdown.count("### Accuracy matrix (%): ratp, 2 seeds") == 1

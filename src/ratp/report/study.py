@@ -86,7 +86,8 @@ def _missing(study: StudyRecord) -> Chapter:
 
 def _intervals(study: StudyRecord) -> Chapter:
     tables = [interval_table(section) for section in sections(group_runs(study.records()))]
-    return Chapter("How sure are the averages?", "Averages over the domains of a stream in one order.", tuple(tables))
+    intro = "Averages over the domains of a stream in one order. Domain by domain, with deviations, further below."
+    return Chapter("Which does best overall, and how sure is that?", intro, tuple(tables))
 
 
 def _orders(study: StudyRecord) -> Chapter:

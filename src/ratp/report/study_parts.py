@@ -12,7 +12,7 @@ from typing import Any
 from ratp.matrix import Metric
 from ratp.record import RunRecord
 from ratp.report.cells import places
-from ratp.report.summary import Group
+from ratp.report.summary import Group, Measure
 from ratp.statistics import Paired, Summary, mean_ranks, paired, summarise
 from ratp.study_record import Row, StudyRecord
 
@@ -20,10 +20,10 @@ Order = tuple[str, ...]
 Lines = Mapping[str, Mapping[Order, Group]]
 
 
-def averages(group: Group, metric: Metric) -> Summary | None:
-    """The average of a metric over the domains, over the seeds; None where no domain has it."""
-    values = [value for run in group.counted if not math.isnan(value := run.matrix.average(metric))]
-    return summarise(values) if values else None
+def averages(group: Group, measure: Measure) -> Summary | None:
+    """The average of a measure over the domains, over the seeds; None where no domain has it."""
+    found = group.spread(measure)
+    return found if found.n else None
 
 
 def several_seeds(lines: Lines) -> bool:

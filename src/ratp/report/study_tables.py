@@ -13,7 +13,7 @@ from ratp.report.cells import MISSING, order_text, places
 from ratp.report.chapters import Entry, Table, Value
 from ratp.report.settings import as_text
 from ratp.report.study_parts import Order, Orders, Sweep, averages, several_seeds
-from ratp.report.summary import Group, Section
+from ratp.report.summary import Group, Measure, Section
 from ratp.statistics import Paired
 from ratp.study_record import AskedRun, StudyRecord
 
@@ -57,8 +57,8 @@ def interval_table(section: Section) -> Table:
     return Table(
         "averages",
         f"{section.stream}: {order_text(section.order)}, averages over domains (%)",
-        ("Label", "Seeds", *METRICS),
-        _rows([group.label for group in section.groups], section.groups),
+        ("Label", "Seeds", *section.measures),
+        _rows([group.label for group in section.groups], section.groups, section.measures),
         (INTERVAL,) if section.several_seeds else (),
         section.stream,
         ">".join(section.order),
@@ -90,11 +90,13 @@ def sweep_tables(sweep: Sweep) -> list[Table]:
     return tables
 
 
-def _rows(names: Sequence[str], groups: Sequence[Group]) -> tuple[tuple[str, tuple[Entry, ...]], ...]:
+def _rows(
+    names: Sequence[str], groups: Sequence[Group], measures: Sequence[Measure] = METRICS
+) -> tuple[tuple[str, tuple[Entry, ...]], ...]:
     """Seeds and averages of every group, the best marked."""
     columns = []
-    for metric in METRICS:
-        found = [averages(group, metric) for group in groups]
+    for measure in measures:
+        found = [averages(group, measure) for group in groups]
         marks = places([s.mean if s and g.competes else None for s, g in zip(found, groups, strict=True)])
         columns.append([Value.with_interval(s, place) for s, place in zip(found, marks, strict=True)])
     seeds = [Value(len(group.counted), str(len(group.counted))) for group in groups]

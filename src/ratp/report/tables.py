@@ -40,7 +40,7 @@ def markdown_report(
     Args:
         runs: The runs to report.
         title: Its title.
-        preface: Blocks of Markdown that stand before the sections.
+        preface: Blocks of Markdown that stand before the sections, with what the comparisons would say.
 
     Raises:
         RatpError: If there are no runs.
@@ -52,7 +52,7 @@ def markdown_report(
     blocks += preface
     for section in found:
         blocks.append(f"## {escape_markdown(section.stream)}: {escape_markdown(order_text(section.order))}")
-        blocks.append(_comparison(section))
+        blocks += _notes(section) if preface else [_comparison(section)]
         blocks += _by_domain(section)
         for part in section.parts:
             blocks.append(f"### Accuracy matrix (%): {escape_markdown(part.name)}, {part.status}")
@@ -107,14 +107,18 @@ def _csv_lines(run: RunRecord) -> Iterable[tuple[object, ...]]:
 def _comparison(section: Section) -> str:
     head = ["Method", "Seeds", *(f"{measure} (%)" for measure in section.measures)]
     rows: list[list[str]] = []
-    compared = comparison(section)
-    for row in compared:
+    for row in comparison(section):
         seeds = str(len(row.part.counted)) if row.part.finished else row.part.status
         rows.append([escape_markdown(row.part.name), seeds, *_values(row.cells)])
+    return "\n\n".join([markdown_grid(head, rows), *_notes(section)])
+
+
+def _notes(section: Section) -> list[str]:
+    """What to know about the tables of a section: one list, or none."""
+    marks = mark_note(max(cell.rank for row in comparison(section) for cell in row.cells))
     spread = [section.spread_note] if section.spread_note else []
-    marks = mark_note(max(cell.rank for row in compared for cell in row.cells))
-    lines = [*spread, *marks, *(escape_markdown(note) for note in section.notes())]
-    return "\n\n".join([markdown_grid(head, rows), *(["\n".join(f"- {line}" for line in lines)] if lines else [])])
+    lines = [*spread, *marks, *map(escape_markdown, section.notes())]
+    return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def _by_domain(section: Section) -> list[str]:
