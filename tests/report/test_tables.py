@@ -42,6 +42,15 @@ def test_terminal_shows_matrix_and_metrics_of_one_run(golden):
     assert "Unfamiliar" not in text
 
 
+def test_terminal_explains_the_measures_in_a_sentence(golden):
+    text = printed([golden])
+    explained = (
+        "Accuracy: TDG before a domain is learned, TDA right after it is learned, FA once later domains are learned."
+    )
+    assert " ".join(text.splitlines()[-2:]) == explained
+    assert "\n\n\n" not in text
+
+
 def test_terminal_compares_methods_and_marks_the_best(make_run):
     text = printed([make_run(seed=0), make_run(SECOND, seed=1), make_run(FLAT, method="source-only")])
     comparison = text[text.index("Comparison") :]

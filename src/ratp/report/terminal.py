@@ -56,9 +56,10 @@ def print_comparison(section: Section, console: Console) -> None:
 
 
 def explain(found: Sequence[Section], console: Console) -> None:
-    """Says what the measures of some sections mean."""
-    for measure in dict.fromkeys(measure for section in found for measure in section.measures):
-        console.print(_explained(measure, console.width))
+    """Says in a sentence what the measures of some sections mean."""
+    measures = dict.fromkeys(measure for section in found for measure in section.measures)
+    meant = [Text.assemble((m, _STYLE[m]), f" {MEANING[m][0].lower()}") for m in measures]
+    console.print(Text("Accuracy: ").append_text(Text(", ").join(meant)).append("."))
 
 
 class Printer:
@@ -183,9 +184,11 @@ class _SectionPrinter(Printer):
         notes = [self.content.spread_note] if self.content.spread_note else []
         if sum(part.competes for part in self.content.parts) > 1:
             notes.append("* marks the best of a column.")
-        for note in [*notes, *self.content.notes()]:
+        notes += self.content.notes()
+        for note in notes:
             self.say(note, "dim")
-        self.console.print()
+        if notes:
+            self.console.print()
 
 
 def _width(head: str, cells: Sequence[Text]) -> int:
@@ -202,12 +205,3 @@ def _chunks(widths: Sequence[int], room: int) -> list[list[int]]:
         chunks[-1].append(i)
         used += width
     return chunks
-
-
-def _explained(measure: Measure, width: int) -> Table:
-    indent = 12
-    line = Table.grid()
-    line.add_column(width=indent)
-    line.add_column(max_width=max(20, width - indent))
-    line.add_row(Text(measure, style=_STYLE[measure]), Text(MEANING[measure][1], style="dim"))
-    return line
