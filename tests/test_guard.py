@@ -429,11 +429,14 @@ def made(tmp_path_factory):
 
 
 class TestTold:
-    def test_a_line_says_what_why_and_what_to_do(self, made):
-        lines = [line for line in made[1].splitlines() if "rolled back" in line]
-        assert len(lines) == 1
-        assert "bad was rolled back: its images are noise or blank" in lines[0]
-        assert "--guard off" in lines[0]
+    def test_a_paragraph_says_what_why_and_what_to_do(self, made):
+        lines = made[1].splitlines()
+        (start,) = (place for place, line in enumerate(lines) if "rolled back" in line)
+        (end,) = (place for place, line in enumerate(lines) if "learns from them anyway." in line)
+        told = lines[start : end + 1]
+        assert "bad was rolled back: its images are noise or blank" in " ".join(map(str.strip, told))
+        assert "--guard off" in " ".join(map(str.strip, told))
+        assert all(line.startswith("  ") and len(line) <= 80 for line in told)
 
     def test_reports_and_results_have_it(self, made, tmp_path):
         record, _ = made

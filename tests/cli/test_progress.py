@@ -49,15 +49,24 @@ class TestLines:
         written = shown(Run(toy_plan(), tmp_path / "run"))
         assert all(character == "\n" or character.isprintable() for character in written)
 
-    def test_a_line_now_and_then(self, tmp_path, monkeypatch):
+    def test_a_line_an_epoch(self, tmp_path, monkeypatch):
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
-        assert len(lines) == 3 * (2 + 4)
+        assert len(lines) == 3 * (2 + 2)
         assert re.fullmatch(r"  source epoch 1/2: loss \d+\.\d\d, \d+\.\d steps/s, \d+ s left", lines[1])
         pattern = r"  target epoch 2/2: loss -?\d+\.\d\d conf \d+%, \d+\.\d steps/s, 0 s left"
-        assert re.fullmatch(pattern, lines[10])
-        assert "agree" in lines[7]
+        assert re.fullmatch(pattern, lines[6])
+        assert "agree" in lines[5]
+
+    def test_a_long_epoch_has_a_line_now_and_then(self, tmp_path, monkeypatch):
+        for name in ("SECONDS_BETWEEN_LINES", "SECONDS_WITHIN_EPOCHS"):
+            monkeypatch.setattr(progress, name, 0)
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
+        lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
+        assert len(lines) == 3 * (2 + 4)
+        begun = [line.split(":")[0] for line in lines[1:5]]
+        assert begun == [f"  source epoch {epoch}/2{step}" for epoch in (1, 2) for step in (" step 1/2", "")]
 
     def test_a_stage_without_training(self, tmp_path):
         assert "source-only stage 2/3 mud: 32 images, 0 steps" in shown(Run(toy_plan("source-only"), tmp_path / "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,10 @@ from ratp.study import Executor
 
 # Reading a loss makes a GPU wait, so the display does it only this often.
 SECONDS_BETWEEN_UPDATES = 0.25
+# Of lines, at the ends of epochs and within them: a log is read later, and one line an epoch is enough.
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_WITHIN_EPOCHS = 60.0
+WIDEST_TEXT = 80
 # Of a name beside a bar.
 WIDEST_LABEL = 26
 
@@ -275,19 +279,21 @@ class _Lines:
         self._print(f"{where}: {event.images} images, {event.steps} steps{before}")
 
     def step(self, event: Trained, done: int, speed: float) -> None:
-        if time.perf_counter() - self._printed_at < SECONDS_BETWEEN_LINES:
-            return
         tick = event.tick
+        apart = SECONDS_BETWEEN_LINES if tick.epoch_done else SECONDS_WITHIN_EPOCHS
+        if time.perf_counter() - self._printed_at < apart:
+            return
         left = (self._steps - done) / max(speed, 1e-9)
         name = f"{self._label} {tick.phase.name}" if self._label else tick.phase.name
+        step = "" if tick.epoch_done else f" step {tick.step}/{tick.phase.steps}"
         self._print(
-            f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}: {_note(tick)}, "
+            f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {_note(tick)}, "
             f"{speed:.1f} steps/s, {left:.0f} s left"
         )
 
     def finish(self, event: StageFinished) -> None:
         self._print(_summary(self._run, event, self._label))
-        if told := _rollback(event):
+        if told := _rollback(event, self._console.width):
             self._print(told)
 
     def _print(self, line: str) -> None:
@@ -310,21 +316,23 @@ def _note(tick: Tick) -> str:
 
 
 def _print_finished(console: Console, event: StageFinished, summary: str) -> None:
-    """A line about a finished stage, and one if the guard undid it."""
-    told = _rollback(event)
+    """A line about a finished stage, and a paragraph if the guard undid it."""
+    told = _rollback(event, console.width)
     console.print(f"{'[yellow]↶[/]' if told else '[green]✓[/]'} {escape(summary)}", soft_wrap=True)
     if told:
         console.print(f"[yellow]{escape(told)}[/]", soft_wrap=True)
 
 
-def _rollback(event: StageFinished) -> str:
-    """What was undone, why, and what to do; nothing if the stage counts."""
+def _rollback(event: StageFinished, width: int) -> str:
+    """What was undone, why, and what to do, in lines no longer than they are read; nothing if the stage counts."""
     if not event.guard or not event.guard["rolled_back"]:
         return ""
-    return (
-        f"  {event.domain} was rolled back: {'; '.join(event.guard['reasons'])}. The model before it goes on. "
+    told = (
+        f"{event.domain} was rolled back: {'; '.join(event.guard['reasons'])}. The model before it goes on. "
         "Look at the images; --guard off learns from them anyway."
     )
+    room = max(min(width, WIDEST_TEXT) - 2, 20)
+    return textwrap.indent(textwrap.fill(told, room, break_long_words=False, break_on_hyphens=False), "  ")
 
 
 def _summary(run: Run, event: StageFinished, label: str | None = None) -> str:
