@@ -768,6 +768,12 @@ class TestKnownResults:
         study = self.elsewhere(tmp_path).with_results(older)
         assert [study.record(entry) for entry in study.entries] == older
 
+    def test_they_are_told_by_what_differs_from_todays_defaults(self, records, tmp_path):
+        said = [replace(record, config={**record.config, "changed": {"sgd.momentum": 0.125}}) for record in records]
+        study = self.elsewhere(tmp_path).with_results(said)
+        changed = [run.changed for run in study.results().records()]
+        assert changed == [entry.plan.changed for entry in study.entries]
+
     def test_but_not_for_runs_that_change_it_or_start_from_another_preset(self, records, tmp_path):
         changed = TWO.replace("set = {", 'set = { "sgd.momentum" = 0.125,')
         older = [self.older(record) for record in records]

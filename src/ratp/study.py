@@ -128,7 +128,8 @@ class Study:
         for entry in self.entries:
             plan = entry.plan
             found, damage = _find_record(entry)
-            record = found or entry.result
+            known = found or entry.result
+            record = replace(known, differing=plan.changed) if known else None  # as `changed.by_now` would find it
             state: State = "finished" if record else self._unfinished(entry)
             reason = self.reason(entry) if state == "failed" else "" if record else damage
             values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}

@@ -42,6 +42,17 @@ class TestRun:
         (beside,) = Path("runs").glob("demo-ratp-2-*")
         assert same_tensors(tensors_of(beside), tensors_of(Path("alone")))
 
+    @pytest.mark.parametrize("seeds", [["--seed", 1], ["--seed", 1, "--seed", 2]])
+    def test_runs_are_told_by_what_differs_from_todays_defaults(self, seeds):
+        words = ["run", *OPTIONS, "-m", "source-only", *IN_TURN]
+        assert ratp(*words, "--seed", 1, "--seed", 2, "-q").code == 0
+        for path in Path("runs").glob("*/config.json"):
+            config = json.loads(path.read_text())
+            path.write_text(json.dumps({**config, "changed": {"sgd.momentum": 0.125}}))
+        result = ratp(*words, *seeds)
+        assert "complete already" in result.err
+        assert "momentum" not in result.out and "source-only (network.width=" in result.out
+
     def test_orders(self):
         result = ratp("run", *OPTIONS, "-m", "source-only", "--order", "default", "--order", "reverse", *IN_TURN)
         assert (result.code, len(os.listdir("runs"))) == (0, 2)

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.markup import escape
 
+from ratp.changed import by_now
 from ratp.cli.console import print_json, say, stderr, stdout
 from ratp.cli.loading import data_options, decoding, print_notes
 from ratp.cli.progress import follow, follow_all
@@ -222,7 +223,7 @@ def run(
     elif not quiet:
         from ratp.report.terminal import print_report
 
-        print_report([record], stdout())
+        print_report([by_now(record)], stdout())
         for path in current.predictions:
             say(f"Predictions: {path}")
         say(f"Run directory: {current.folder}")
@@ -259,7 +260,7 @@ def _sorted_out(
     runs: Sequence[Run], results: Sequence[RunRecord | RatpError]
 ) -> tuple[list[RunRecord], list[tuple[Run, RatpError]]]:
     """Records of the runs that came to their end, and the others with their errors."""
-    records = [result for result in results if isinstance(result, RunRecord)]
+    records = [by_now(result) for result in results if isinstance(result, RunRecord)]
     failed = [(run, error) for run, error in zip(runs, results, strict=True) if isinstance(error, RatpError)]
     return records, failed
 
