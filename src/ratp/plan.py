@@ -88,6 +88,12 @@ class RunPlan:
         is_file = self.weights_from not in (NO_WEIGHTS, PUBLISHED)
         return self.weights.sha256 if is_file and self.weights else self.weights_from
 
+    def look_for_weights(self) -> None:
+        """Finds the weights now if the images are own ones, and there: to decode them for nothing would take long."""
+        places = [self.spec.domains[code] for code in self.order]
+        if self.spec.values == FOLDERS and all(map(os.path.exists, places)):
+            _ = self.weights
+
     @property
     def title(self) -> str:
         """Method, stream and seed, for file names and headings."""
@@ -249,7 +255,7 @@ def resolve(request: RunRequest) -> RunPlan:
         request=request,
     )
     if weights != PUBLISHED:
-        _ = plan.weights  # a file that does not fit is found now; what must be downloaded can wait for the images
+        _ = plan.weights  # a file that does not fit is found now; what must be downloaded can wait for the run
     return plan
 
 

@@ -115,6 +115,7 @@ class Run:
     @cached_property
     def stream(self) -> Stream:
         """The images."""
+        self.plan.look_for_weights()
         stream = self.plan.load_stream()
         if self._is_told and None in stream.answers:
             pairs = zip(stream.targets, stream.answers, strict=True)

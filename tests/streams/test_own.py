@@ -11,7 +11,7 @@ import pytest
 from helpers import TINY, ratp
 from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folders, worked, zipped
 from ratp.cli.loading import spread_targets
-from ratp.errors import ConfigError
+from ratp.errors import ConfigError, RatpError
 from ratp.plan import resolve
 from ratp.request import RunRequest
 from ratp.run_messages import described, planned
@@ -28,6 +28,10 @@ def _here(tmp_path, monkeypatch):
 
 def run(*words):
     return ratp("run", *words, "--out", "run", "--method", "source-only", *OPTIONS)
+
+
+def find_none(*_):
+    raise RatpError("no connection")
 
 
 def order():
@@ -70,6 +74,19 @@ class TestPaths:
     def test_an_order_may_be_asked_for(self):
         worked(run("folders", "--source", "day", "--targets", "night", "rain", "--order", "night>day>rain"))
         assert order() == ["night", "day", "rain"]
+
+    def test_weights_that_cannot_be_had_are_told_before_images_are_decoded(self, monkeypatch):
+        decoded = []
+        monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: decoded.append(path))
+        monkeypatch.setattr("ratp.plan.find_weights", find_none)
+        result = ratp("run", "folders", "--source", "day", "--out", "run", "--targets", "rain")
+        assert (result.code, decoded) == (2, [])
+        assert "no connection" in result.err
+
+    def test_but_not_before_folders_that_are_not_there(self, monkeypatch):
+        monkeypatch.setattr("ratp.plan.find_weights", find_none)
+        result = ratp("run", "folders", "--source", "day", "--out", "run", "--targets", "rian")
+        assert result.code == 2 and "rian" in result.err and "no connection" not in result.err
 
     def test_no_target(self):
         refused(run("folders", "--source", "day"), "at least one target", "--targets RAIN NIGHT")
