@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 import ratp.files
+import ratp.run
 from helpers import (
     QUICK,
     TINY,
@@ -41,6 +42,7 @@ from ratp import __version__
 from ratp.config import decisive
 from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
+from ratp.evaluate import accuracy
 from ratp.events import Probed, StageFinished, StageStarted, Trained
 from ratp.inference import classify
 from ratp.methods import METHODS
@@ -210,6 +212,39 @@ class TestDirectory:
         assert record == run.record()
         assert record.matrix == run.matrix
         assert record.matrix.complete
+
+
+class TestMeasuring:
+    """A stage is measured on all domains, unless the model is known to be the one before."""
+
+    def measured(self, plan, folder, monkeypatch):
+        """The names of the domains as they were measured."""
+        seen = []
+        real = ratp.run.accuracy
+        monkeypatch.setattr(ratp.run, "accuracy", lambda method, test: seen.append(test.name) or real(method, test))
+        run = Run(plan, folder)
+        run.execute()
+        return run, seen
+
+    def test_source_only_is_measured_once(self, tmp_path, monkeypatch):
+        run, seen = self.measured(toy_plan("source-only"), tmp_path / "run", monkeypatch)
+        assert seen == [*DOMAINS]
+        again = [accuracy(run.method, test) for test in run.stream.tests]
+        assert accuracy_of(run.folder) == [again] * STAGES
+
+    @pytest.mark.parametrize("method", ["adabn", "t3a"])
+    def test_methods_that_learn_from_targets_are_not(self, method, tmp_path, monkeypatch):
+        _, seen = self.measured(toy_plan(method), tmp_path / "run", monkeypatch)
+        assert seen == [*DOMAINS] * STAGES
+
+    def test_what_is_made_of_source_only_does_not_inherit_it(self, tmp_path, monkeypatch):
+        plan = toy_plan("source-only")
+        mine = replace(plan, method=type("Mine", (plan.method,), {"name": "mine"}))
+        _, seen = self.measured(mine, tmp_path / "run", monkeypatch)
+        assert seen == [*DOMAINS] * STAGES
+
+    def test_only_methods_without_phases_on_targets_say_so(self):
+        assert [name for name, method in METHODS.items() if method.ignores_targets] == ["source-only"]
 
 
 class TestSeeds:

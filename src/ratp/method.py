@@ -97,6 +97,8 @@ class Method(ABC):
         large: Values for large pretrained networks, against the defaults, which are for DTN: by dotted name.
         stream_values: Values for single streams, by stream and preset; they may set the stream's recipe too.
         needs: What it takes, in a few words: source data, memory, passes over a domain.
+        ignores_targets: Whether it predicts after every target as before, so that it need not be measured again. Each
+            class says so for itself; subclasses do not inherit it.
     """
 
     name: ClassVar[str]
@@ -108,6 +110,7 @@ class Method(ABC):
     large: ClassVar[Mapping[str, Any]] = {}
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {}
     needs: ClassVar[str] = ""
+    ignores_targets: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, setting: Setting, config: Any) -> None:

@@ -34,6 +34,7 @@ class SourceOnly(Method):
     family = "control"
     paper = "Vapnik, Principles of Risk Minimization for Learning Theory, NeurIPS 1991"
     config_type = SourceOnlyConfig
+    ignores_targets = True
 
     def __init__(self, setting: Setting, config: SourceOnlyConfig) -> None:
         self.setting = setting
