@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from functools import cache
@@ -191,6 +192,9 @@ def test_no_environment_is_written_and_no_device_assumed(module):
             assert not [
                 t for t in node.targets if isinstance(t, ast.Subscript) and ast.unparse(t.value) == "os.environ"
             ]
+        elif isinstance(node, ast.Call) and module != "ratp":  # which tells waiting threads to sleep
+            written = ("setdefault", "update", "pop", "clear")
+            assert ast.unparse(node.func) not in {"os.putenv", *(f"os.environ.{name}" for name in written)}
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -211,6 +215,26 @@ print(sorted(name for name in {LAZY!r} if name in set(sys.modules) - before))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "found"),
+    [
+        ("", {}, "1000"),
+        ("", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("", {"OMP_WAIT_POLICY": "active"}, "None"),
+        ("import torch; ", {}, "None"),
+    ],
+)
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(before, given, found):
+    """The OpenMP library reads it when torch loads it, and a process that is started here gets it too."""
+    inner = "import os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    script = f"{before}import ratp, subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"{found}\n"
 
 
 def test_the_command_can_begin_before_torch_is_there():

@@ -5,7 +5,15 @@ Train on one labelled source domain, then meet unlabelled target domains one aft
 
 from __future__ import annotations
 
+import os
+import sys
+
 from ratp.version import __version__
+
+# Threads of torch's that wait for one another soon sleep instead of spinning: beside other programs that saves most of
+# the time, and no number changes. It is read when torch is loaded, and by the processes that are started from here.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
