@@ -18,11 +18,12 @@ from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
 from ratp import __version__, plan
 from ratp.cli import doctor_folders, lists, runs
 from ratp.cli.main import main
-from ratp.config import as_dict
+from ratp.config import as_dict, switches
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTPConfig
 from ratp.record import fingerprint_of, read_run
 from ratp.run import Run
+from ratp.streams import STREAMS
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 SOURCE_ONLY = ["--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
@@ -292,6 +293,13 @@ class TestLists:
         shown = ratp("methods", "show", "adacon").out
         assert all(f"\nstrong.transform.crop_{name} " in shown for name in ("scale_min", "scale_max", "ratio_max"))
 
+    def test_no_letter_is_lost_at_the_edge_of_a_terminal(self, monkeypatch):
+        """Where the images are missing, the values are told nevertheless."""
+        monkeypatch.setenv("COLUMNS", "80")
+        told = ratp("streams", "show", "pacs").out
+        for item in switches(STREAMS["pacs"].recipe):
+            assert all(word in told for word in item.explanation.split()), item.name
+
     def test_nothing_in_a_list_is_markup(self, monkeypatch):
         method = type(
             "Odd", (METHODS["source-only"],), {"name": "[/odd]", "title": "[/t]", "family": "[/f]", "paper": "[/p]"}
@@ -323,6 +331,13 @@ class TestHelp:
         assert result.code == 0
         assert "Usage: " in result.out
         assert plain(result.out)
+
+    def test_names_of_options_are_whole_in_a_narrow_terminal(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        told = ratp("run", "--help").out
+        assert "--no-reuse-source" in told
+        assert "cuda:1, …" in told
+        assert told.count("…") == 1
 
 
 class TestInterruption:

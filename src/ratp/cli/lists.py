@@ -48,6 +48,7 @@ def list_methods(context: typer.Context, json_: Json = False) -> None:
     table = Table(
         "name", "family", "needs beside images", "cost", "paper", box=None, header_style="bold", pad_edge=False
     )
+    table.columns[0].no_wrap = True
     for row in map(_described, METHODS.values()):
         cost = "–" if row["cost"] is None else f"{row['cost']:.1f}×"
         cells = (row["family"], row["needs"], cost, _cited(row["paper"]))
@@ -127,7 +128,7 @@ def _print_switches(config: Any, default: Any) -> None:
     """A table of all leaves of a configuration; those that are not the default's stand out."""
     usual = as_dict(default)
     table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
-    table.columns[0].min_width = max(len(item.name) for item in switches(config))  # whole: it is what --set wants
+    table.columns[0].no_wrap = True  # whole: it is what --set wants
     for item in switches(config):
         text = ",".join(map(_shortly, item.value)) if isinstance(item.value, tuple) else _shortly(item.value)
         mark = "yellow" if as_dict(config)[item.name] != usual[item.name] else "green"

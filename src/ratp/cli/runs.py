@@ -75,8 +75,8 @@ SaveEvery = Annotated[
     float,
     typer.Option(
         "--save-every",
+        metavar="SEC",
         help="Seconds between two checkpoints within a stage; 0: stages are the only ones. Changes no result.",
-        min=0.0,
     ),
 ]
 Features = Annotated[
@@ -115,21 +115,30 @@ def run(
         typer.Option(
             "--method",
             "-m",
+            metavar="NAME",
             help="Name of the method, a .py file that defines one, or all; repeatable. Default ratp.",
         ),
     ] = None,
     orders: Annotated[
         list[str] | None,
-        typer.Option("--order", help="Order of the domains: a name, or e.g. 'scan>photo>font>street'; repeatable."),
+        typer.Option(
+            "--order",
+            metavar="NAME",
+            help="Order of the domains: a name, or e.g. 'scan>photo>font>street'; repeatable.",
+        ),
     ] = None,
     preset: Annotated[str, typer.Option(help="Switches to start from.")] = DEFAULT_PRESET,
     seeds: Annotated[
-        list[str] | None, typer.Option("--seed", help="Seed of everything random; repeatable. Default 2022.")
+        list[str] | None,
+        typer.Option("--seed", metavar="N", help="Seed of everything random; repeatable. Default 2022."),
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", "-s", help="Set a switch, e.g. --set pca.scale=8; repeatable. `ratp methods show NAME` lists them."
+            "--set",
+            "-s",
+            metavar="NAME=X",
+            help="Set a switch, e.g. --set pca.scale=8; repeatable. `ratp methods show NAME` lists them.",
         ),
     ] = None,
     out: Annotated[
@@ -149,7 +158,9 @@ def run(
     source: Annotated[Path | None, typer.Option(help="For `folders`: folder or zip of the labelled source.")] = None,
     targets: Annotated[
         list[Path] | None,
-        typer.Option(help="For `folders`: folders or zips of the targets, one after another as they arrive."),
+        typer.Option(
+            metavar="PATH", help="For `folders`: folders or zips of the targets, one after another as they arrive."
+        ),
     ] = None,
     data: Data = None,
     weights: Weights = "auto",
@@ -174,6 +185,8 @@ def run(
     request_changes, problems = _parse_changes(changes or [])
     at_once = parse_jobs(jobs, problems)
     first, devices = parse_devices(device, precision, problems)
+    if not save_every >= 0:
+        problems.append(f"--save-every takes seconds, 0 or more, got {save_every:g}; e.g. --save-every 60.")
     methods = [name for given in methods or ["ratp"] for name in (METHODS if given == "all" else [given])]
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     if after is not None and len(combinations) > 1:
@@ -274,7 +287,9 @@ def _tell_failures(failed: Sequence[tuple[Run, RatpError]]) -> None:
 
 
 def demo(
-    seeds: Annotated[list[str] | None, typer.Option("--seed", help="Seed; repeatable. Default 2022.")] = None,
+    seeds: Annotated[
+        list[str] | None, typer.Option("--seed", metavar="N", help="Seed; repeatable. Default 2022.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("runs/demo"),
     probe: Probe = True,
     device: Device = "auto",
