@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from ratp.data.contact_sheet import contact_sheet
 from ratp.domain import LabelledDomain
@@ -84,6 +84,17 @@ def test_descriptions_are_written_and_long_names_fit(tmp_path):
         frame = np.ones(sheet.shape[:2], dtype=bool)
         frame[20:-20, 20:-20] = False
         assert (sheet[frame] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "told"),
+    [([0, 1], ("a", "b"), "2 classes"), ([0, 0], ("a", "b"), "1 of 2 classes"), ([0, 0], ("a",), "1 class")],
+)
+def test_classes_without_images_are_not_counted(tmp_path, monkeypatch, labels, classes, told):
+    written = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda self, place, text, **how: written.append(text))
+    drawn(tmp_path, [plain([RED, BLUE], labels, classes=classes)])
+    assert f"2 images · 0 held out · {told} · 32×32" in written
 
 
 def test_the_same_bytes_every_time(tmp_path):

@@ -113,7 +113,9 @@ def _block(domain: LabelledDomain, columns: int, description: str | None, style:
 
 def _counts(domain: LabelledDomain) -> str:
     height, width = domain.images.shape[2:]
-    parts = [f"{len(domain):,} images", f"{len(domain.classes)} classes", f"{width}×{height}"]
+    shown, known = len(set(domain.labels.tolist())), len(domain.classes)
+    classes = f"{shown} of {known}" if shown < known else f"{known}"
+    parts = [f"{len(domain):,} images", f"{classes} class{'es' * (known > 1)}", f"{width}×{height}"]
     if domain.held_out is not None:
         parts.insert(1, f"{int(domain.held_out.sum()):,} held out")
     return " · ".join(parts)
