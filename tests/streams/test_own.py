@@ -195,6 +195,13 @@ class TestRoot:
         Path("one/day").mkdir(parents=True)
         refused(run("one"), "one holds 1 folder(s) or zip(s)", "at least one target")
 
+    def test_one_domain_is_no_folder_of_domains(self, yard):
+        put(yard / "day", {"east/notes.txt": b"x", "empty/.hidden": b""})
+        words = ["yard/day looks like one domain", "(east, north, south, west)", "folders --source yard/day --targets"]
+        refused(run("yard/day", "--order", "east>north"), *words)
+        put(yard, {"preview.png": images()["north/0.png"]})
+        refused(run("yard"), "in which order")
+
     def test_the_folder_one_stands_in(self, yard, monkeypatch):
         monkeypatch.chdir(yard)
         assert from_root(Path()).name == "yard"

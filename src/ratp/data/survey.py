@@ -48,6 +48,17 @@ def find_domains(path: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def classes_in(folder: Path) -> tuple[str, ...]:
+    """Names of the folders of images that make a folder one domain, not one of domains; none if they do not.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    content = _content(folder)
+    is_one = not content.has_images and _is_domain(content)
+    return tuple(label.name for label in content.folders if _content(label).has_images) if is_one else ()
+
+
 def _domains(folder: Path, levels: int) -> list[Path]:
     content = _content(folder)
     if _is_domain(content):

@@ -110,10 +110,10 @@ def _labelled(
     missing = [label for label in classes if not counts.get(label)]
     if missing:
         unlearnt = ", so that cannot be learnt" if name == source else ""
-        notes.append(f"{name}: no images of {_some(missing)}{unlearnt}.")
+        notes.append(f"{name}: no images of {some(missing)}{unlearnt}.")
     few = [label for label in classes if counts.get(label) == 1]
     if few and name == source:
-        notes.append(f"{name}: one image only of {_some(few)}.")
+        notes.append(f"{name}: one image only of {some(few)}.")
     return LabelledDomain(name, images, labels, tuple(classes), manifest=manifest), files, tuple(notes)
 
 
@@ -126,7 +126,7 @@ def _unknown_classes(name: str, extra: Sequence[str], counts: Mapping[str, int],
     more = f" and {len(extra) - _LISTED} more" if len(extra) > _LISTED else ""
     return (
         f"domain {name!r} has other classes than those of the stream: {', '.join(listed)}{more}. The stream has "
-        f"{_some(classes)}. Rename the folders, leave those images out with --extra-classes drop, or, if the domain "
+        f"{some(classes)}. Rename the folders, leave those images out with --extra-classes drop, or, if the domain "
         "has no labels, put its images beside each other, into no folders."
     )
 
@@ -142,7 +142,7 @@ def _empty_folders(name: str, path: Path, decoded: DecodedDomain) -> tuple[str, 
         below = _folders(root)
     known = set(decoded.class_names)
     empty = [folder for folder in below if unicodedata.normalize("NFC", folder) not in known]
-    return (f"{name}: no images in {_some(empty)}: no class.",) if empty else ()
+    return (f"{name}: no images in {some(empty)}: no class.",) if empty else ()
 
 
 def _folders(path: Path) -> list[str]:
@@ -161,6 +161,7 @@ def _shared_images(found: Mapping[str, DecodedDomain]) -> str | None:
     return f"{len(shared):,} image(s) are in more than one domain, e.g. {example}."
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Names in a message, of many the first."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -18,6 +18,7 @@ The TOML file::
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +28,12 @@ from typing import Any
 
 from ratp.config import override
 from ratp.data.listing import is_clutter
+from ratp.data.survey import classes_in
 from ratp.errors import ConfigError, unknown
 from ratp.recipe import Recipe, follow_backbone
 from ratp.stream import DataOptions, LoadedDomain, StreamSpec
 from ratp.streams.benchmarks import PACS
-from ratp.streams.files import load_domains
+from ratp.streams.files import load_domains, some
 
 NAME = "folders"
 # Photographs and drawings at 224 pixels, a pretrained ResNet-50: what the paper does on PACS.
@@ -58,9 +60,10 @@ def from_root(root: Path) -> StreamSpec:
     """The stream of all domains in a folder; the order must be asked for.
 
     Raises:
-        ConfigError: If the folder holds fewer than two domains.
+        ConfigError: If the folder holds fewer than two domains, or is one itself.
     """
     try:
+        classes = classes_in(root)
         found = sorted(
             path
             for path in root.iterdir()
@@ -68,6 +71,11 @@ def from_root(root: Path) -> StreamSpec:
         )
     except OSError as error:
         raise ConfigError(f"cannot read the folder {root}: {error.strerror or error}.") from error
+    if classes:
+        raise ConfigError(
+            f"{root} looks like one domain, with a folder for each of its classes ({some(classes)}), and a stream is a "
+            f"source and its targets: {NAME} --source {shlex.quote(str(root))} --targets RAIN NIGHT"
+        )
     if len(found) < 2:
         raise ConfigError(
             f"{root} holds {len(found)} folder(s) or zip(s): a stream needs a source and at least one target."
