@@ -31,7 +31,7 @@ from ratp.source_models import SourceModels
 from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.streams import find_stream
 from ratp.streams.own import NAME as FOLDERS
-from ratp.streams.own import from_paths
+from ratp.streams.own import from_paths, without_labels
 from ratp.version import __version__
 from ratp.weights import Weights, find_weights
 
@@ -159,7 +159,9 @@ class RunPlan:
         decisions = {name: value for name, value in self.decisions().items() if name != "guard"}
         acts, usually = (mode == ACT for mode in (self.guard, usual_guard(self.spec)))
         unusual = {"guard": acts} if acts != usually else {}
-        return _sha256(decisions | {"weights": self.weights_known} | unusual)
+        bare = [code for code in self.order if code in self.spec.unlabelled]
+        told = {"unlabelled": bare} if bare else {}  # in config.json the hashes of the images tell it
+        return _sha256(decisions | {"weights": self.weights_known} | unusual | told)
 
     def to_json(self, stream: Stream, after: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The plan as ``config.json`` keeps it, with a hash of decisions, images and weights.
@@ -215,6 +217,8 @@ def resolve(request: RunRequest) -> RunPlan:
     precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
     guard = attempt(lambda: find_mode(request.guard, usual_guard(spec) if spec else "record"))
     order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
+    if spec and order and order[0] in spec.unlabelled:
+        problems.append(f"the source {order[0]!r} needs its labels: only targets can be without.")
     base = attempt(lambda: preset_config(method, request.preset)) if method else None
     if not method:
         attempt(lambda: _check_preset(request.preset))
@@ -270,10 +274,12 @@ def _find_stream(request: RunRequest) -> StreamSpec:
     if request.stream == FOLDERS:
         if request.source is None:
             raise ConfigError(f"stream {FOLDERS} needs its images: --source DAY --targets RAIN NIGHT")
-        return from_paths(Path(request.source), [Path(target) for target in request.targets])
-    if own:
+        spec = from_paths(Path(request.source), [Path(target) for target in request.targets])
+    elif own:
         raise ConfigError(f"a source and targets belong to the stream {FOLDERS}, not to {request.stream!r}.")
-    return find_stream(request.stream)
+    else:
+        spec = find_stream(request.stream)
+    return without_labels(spec, [str(name) for name in request.unlabelled])
 
 
 def _weights_from(asked: str, backbone: str) -> str:

@@ -40,6 +40,8 @@ class RunRequest:
             weights, ``none`` for random numbers; ``auto``: what is usual for it.
         precision: ``fp32``, ``tf32``, ``bf16``, or ``auto``.
         guard: ``off``, ``record``, ``act``, or ``auto``: act on own images, record on the streams that come along.
+        unlabelled: Names or paths of targets of own images that are read without labels, whatever folders they have;
+            one alone needs no list.
     """
 
     stream: str = "demo"
@@ -56,14 +58,17 @@ class RunRequest:
     weights: str = "auto"
     precision: str = "auto"
     guard: str = "auto"
+    unlabelled: Sequence[Path | str] = ()
 
     def __post_init__(self) -> None:
         """Makes it plain data, which can be sent to another process."""
         for item in fields(self):
             object.__setattr__(self, item.name, _plain(getattr(self, item.name), item))
-        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
-        if isinstance(targets, Iterable):
-            object.__setattr__(self, "targets", tuple(_plain(target) for target in targets))
+        for name in ("targets", "unlabelled"):
+            given = getattr(self, name)
+            paths = (given,) if isinstance(given, str) else given
+            if isinstance(paths, Iterable):
+                object.__setattr__(self, name, tuple(_plain(path) for path in paths))
 
 
 def check_kinds(request: RunRequest) -> None:
@@ -79,6 +84,7 @@ def check_kinds(request: RunRequest) -> None:
         "changes": (Mapping, "values by name, e.g. {'epochs': 6}"),
         "source": (str | None, "a path, e.g. 'pictures/day'"),
         "targets": (Sequence, "a list of paths, e.g. ['pictures/rain', 'pictures/night']"),
+        "unlabelled": (Sequence, "a list of names or paths of targets, e.g. ['night']"),
         "data": (DataOptions, "DataOptions, e.g. DataOptions(on_bad='skip')"),
     }
 

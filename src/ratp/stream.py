@@ -74,6 +74,7 @@ class StreamSpec:
         load: From the codes, the source's first, and the side of the images to the domains.
         values: Name under which methods keep their values for the stream; its own if empty.
         needs_order: Whether an order must be asked for, because there is no natural one.
+        unlabelled: Codes of domains that are read without labels, whatever folders they have.
     """
 
     name: str
@@ -84,6 +85,7 @@ class StreamSpec:
     load: Callable[[Sequence[str], int, DataOptions], list[LoadedDomain]]
     values: str = ""
     needs_order: bool = False
+    unlabelled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

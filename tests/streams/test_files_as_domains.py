@@ -110,7 +110,7 @@ class TestLabels:
 
     def test_a_single_folder_in_a_target_is_a_class_and_the_way_out_is_told(self, zoo):
         put(Path("wild/all"), images(ZOO, flat=True))
-        refused(run_folders(zoo, "wild"), "'all' (9 images", "beside each other, into no folders")
+        refused(run_folders(zoo, "wild"), "'all' (9 images", "--unlabelled wild", "unlabelled = true")
 
     def test_an_empty_class_folder_is_told(self, day):
         for name in ("northwest", ".hidden", "__MACOSX"):

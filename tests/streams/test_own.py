@@ -365,6 +365,8 @@ class TestFile:
             ('order = ["day", "night"]\ndomains = ["day", "night"]', ["[domains] must name"]),
             ('order = ["day", "night"]\n[domains]\nday = 1\nnight = "night"', ["[domains] must name"]),
             ('order = ["day", "night"]\n[domains.day]\npath = "day"\n[domains.night]\n', ["[domains] must name"]),
+            (GOOD.replace('"day"\n', '{ path = "day", unlabelled = 1 }\n'), ["[domains] must name"]),
+            (GOOD.replace('"day"\n', '{ path = "day", label = true }\n'), ["[domains] must name"]),
             (f"recipe = 3\n{GOOD}", ["[recipe] must be a table"]),
             (f"name = ' '\n{GOOD}", ["name must be a text"]),
             (GOOD.replace('"day"\n', '""\n'), ["'' is no path"]),

@@ -7,12 +7,13 @@ import json
 import math
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tensors, tensors_of, toy_domains
-from own_images import OPTIONS, images, put, run_folders, worked
+from own_images import OPTIONS, images, put, refused, run_folders, worked
 from ratp.domain import UnlabelledDomain
 from ratp.events import StageStarted
 from ratp.plan import resolve
@@ -234,3 +235,60 @@ class TestReport:
         (result,) = (tmp_path / "results").iterdir()
         again = worked(ratp("report", result, "--out", tmp_path / "b"))
         assert self.line(again.out, "after wild").count("–") == 2
+
+
+class TestFoldersThatAreNoClasses:
+    """A camera's dates, say."""
+
+    @pytest.fixture(autouse=True)
+    def _cam(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        put(Path("day"), images())
+        put(Path("cam/2024-01-01"), images(seed=1, flat=True))
+        put(Path("cam/2024-01-02/late"), images(seed=2, flat=True))
+        put(Path("cam"), {"first.png": images(seed=3)["north/0.png"]})
+        put(Path("wild"), images(seed=4, flat=True))
+
+    @pytest.mark.parametrize("name", ["cam", "cam/", "./cam"])
+    def test_all_images_below_are_taken(self, name):
+        worked(run_folders("day", "cam", more=("--unlabelled", name)))
+        files = [row["file"] for row in rows_of("cam")]
+        assert len(files) == 25
+        assert {"first.png", "2024-01-01/north-0.png", "2024-01-02/late/north-0.png"} <= {*files}
+        worked(run_folders("day", "cam", more=("--unlabelled", name)))
+        assert "another run" in run_folders("day", "wild", more=("--unlabelled", "wild")).err
+
+    def test_the_way_out_is_told(self):
+        refused(run_folders("day", "cam"), "beside and in class folders", "--unlabelled")
+        Path("cam/first.png").unlink()
+        refused(run_folders("day", "cam"), "'2024-01-01' (12 images", "--unlabelled cam")
+
+    def test_a_stream_file_says_it(self):
+        domains = "[domains]\nday = 'day'\ncam = { path = 'cam', unlabelled = true }\nwild = { path = 'wild' }\n"
+        Path("yard.toml").write_text(f"order = ['day', 'cam', 'wild']\n{domains}")
+        worked(ratp("run", "yard.toml", "--out", "run", "--method", "source-only", *OPTIONS))
+        assert len(rows_of("cam")) == 25
+        assert len(rows_of("wild")) == 12
+
+    def test_it_counts_only_where_it_changes_something(self):
+        """A run on images that have no folders goes on, whether they are called unlabelled or not."""
+        worked(run_folders("day", "wild"))
+        worked(run_folders("day", "wild", more=("--unlabelled", "wild")))
+        request = RunRequest("folders", source="day", targets=["cam", "wild"])
+        plans = [resolve(replace(request, unlabelled=names)) for names in ((), "cam", [Path("cam")], ["cam", "wild"])]
+        digests = [plan.digest() for plan in plans]
+        assert digests[1] == digests[2]
+        assert len({*digests}) == 3
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["folders", "--unlabelled", "day"], "the source 'day' needs its labels"),
+            (["folders", "--unlabelled", "cma"], "unknown target in --unlabelled: 'cma'. Did you mean 'cam'?"),
+            (["folders", "--unlabelled", ""], "unknown target in --unlabelled"),
+            (["demo", "--unlabelled", "photo"], "demo comes with its labels"),
+        ],
+    )
+    def test_mistakes(self, words, told):
+        own = ["--source", "day", "--targets", "cam"] if words[0] == "folders" else []
+        refused(ratp("run", *words, *own, "--out", "run"), told)

@@ -162,6 +162,14 @@ def run(
             metavar="PATH", help="For `folders`: folders or zips of the targets, one after another as they arrive."
         ),
     ] = None,
+    unlabelled: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Target of your own, by path or name, whose folders are no classes: all images below it, without "
+            "labels; repeatable.",
+        ),
+    ] = None,
     data: Data = None,
     weights: Weights = "auto",
     on_bad_image: OnBadImage = "stop",
@@ -206,6 +214,7 @@ def run(
                 precision=precision,
                 source=source,
                 targets=tuple(targets or ()),
+                unlabelled=tuple(unlabelled or ()),
                 data=options,
                 weights=weights,
                 guard=guard,

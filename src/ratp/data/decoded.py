@@ -65,6 +65,7 @@ def open_decoded(
     *,
     cache: Path | None = None,
     on_bad: OnBad = "stop",
+    labelled: bool = True,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> DecodedDomain:
@@ -76,6 +77,7 @@ def open_decoded(
         cache: Cache folder; :func:`~ratp.data.cache.cache_folder` if None. If it cannot be written, the images
             are kept in memory, and a note says so.
         on_bad: What to do if there are files that cannot be decoded: ``"stop"`` or ``"skip"`` them.
+        labelled: Whether folders are classes; if not, the domain is flat, however deep its images lie.
         workers: Processes to decode in; by default as many as there are cores.
         progress: Called with the number of files decoded and that of all; not called if the images are cached.
 
@@ -86,7 +88,7 @@ def open_decoded(
     if on_bad not in get_args(OnBad):
         raise ConfigError(unknown("way to deal with bad images", on_bad, get_args(OnBad)))
     height, width = _checked(size)
-    job = _Job(open_tree(path), height, width, on_bad, workers, progress)
+    job = _Job(open_tree(path, labelled=labelled), height, width, on_bad, labelled, workers, progress)
     notes: tuple[str, ...] = ()
     try:
         slot = Slot.of(_folder(cache), job.key(), height, width)
@@ -136,6 +138,7 @@ class _Job:
     height: int
     width: int
     on_bad: OnBad
+    labelled: bool
     workers: int | None
     progress: Progress | None
 
@@ -212,7 +215,7 @@ class _Job:
         """Decodes all images into an open file."""
         size = self.height, self.width
         outcomes = decode_all(self.tree, size, workers=self.workers, progress=self.progress, target=handle)
-        if identity(open_tree(self.tree.path)) != identity(self.tree):
+        if identity(open_tree(self.tree.path, labelled=self.labelled)) != identity(self.tree):
             raise RatpError(f"{self.tree.path} has changed while it was read. Let that finish, and start again.")
         manifest = make_manifest(self.tree, outcomes)
         self._check(manifest)

@@ -75,7 +75,7 @@ class ImageTree:
         return data
 
 
-def open_tree(path: Path, limits: ArchiveLimits | None = None) -> ImageTree:
+def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool = True) -> ImageTree:
     """Lists the images of a domain without reading any.
 
     Recognised are ``class/image`` and, for a domain without labels, images only. Everything may lie in one more
@@ -85,6 +85,7 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None) -> ImageTree:
     Args:
         path: A folder or a ``.zip``.
         limits: What an archive may ask for; the defaults if None.
+        labelled: Whether folders are classes. If not, the domain is flat, however deep its images lie.
 
     Raises:
         RatpError: If there is no such folder or archive, it is damaged or refused, has no images, or has images
@@ -106,25 +107,26 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None) -> ImageTree:
         raise RatpError(f"{path} is neither a folder nor a .zip. Give the folder of a domain, or zip it.")
     if not listing.files:
         raise RatpError(_nothing_in(path, listing))
-    files = _laid_out(path, name, listing.files)
+    files = _laid_out(path, name, listing.files, labelled=labelled)
     classes = sorted({file.class_name for file in files if file.class_name is not None})
     return ImageTree(path, name, tuple(classes) or None, files, listing.ignored, listing.unreadable, _read=listing.read)
 
 
-def _laid_out(path: Path, domain: str, found: tuple[FoundFile, ...]) -> tuple[ImageFile, ...]:
+def _laid_out(path: Path, domain: str, found: tuple[FoundFile, ...], *, labelled: bool) -> tuple[ImageFile, ...]:
     strip = _wrapper(domain, found)
     files = []
     for file in found:
         name = file.name[strip:]
         folder, slash, _ = name.partition("/")
-        class_name = unicodedata.normalize("NFC", folder) if slash else None
+        class_name = unicodedata.normalize("NFC", folder) if slash and labelled else None
         files.append(ImageFile(name, class_name, file.size, file.stamp, file.name))
     beside = [file.name for file in files if file.class_name is None]
     if beside and len(beside) < len(files):
         classes = sorted({file.class_name for file in files if file.class_name is not None})
         raise RatpError(
             f"{path} has images both beside and in class folders: {quoted(beside)}, and folders {quoted(classes)}. "
-            "Put every image into the folder of its class, or, for a domain without labels, all into one folder."
+            "Put every image into the folder of its class. A domain without labels may have any folders if it is "
+            "called so: --unlabelled."
         )
     return tuple(files)
 

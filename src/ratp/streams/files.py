@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def load_domains(
     options: DataOptions,
     *,
     classes: Sequence[str] | None = None,
+    unlabelled: Collection[str] = (),
     origin: Callable[[Path, DecodedDomain], str | None] = lambda path, decoded: None,
 ) -> list[LoadedDomain]:
     """Reads domains, the source's first; all that is wrong with them is said at once.
@@ -35,6 +37,7 @@ def load_domains(
         size: Side of the images.
         options: How to read them.
         classes: Names of the classes in order; those of the source, sorted, if None.
+        unlabelled: Names of the domains whose folders, if they have any, are no classes.
         origin: From a domain's place and images to what it is if it is not the published data.
 
     Raises:
@@ -44,7 +47,7 @@ def load_domains(
     found: dict[str, DecodedDomain] = {}
     for name, path in paths.items():
         try:
-            found[name] = _open(name, path, size, options)
+            found[name] = _open(name, path, size, options, labelled=name not in unlabelled)
         except RatpError as error:
             problems.append(f"domain {name!r}: {error}")
     source = next(iter(paths))
@@ -73,10 +76,10 @@ def load_domains(
     return loaded
 
 
-def _open(name: str, path: Path, size: int, options: DataOptions) -> DecodedDomain:
+def _open(name: str, path: Path, size: int, options: DataOptions, *, labelled: bool) -> DecodedDomain:
     report = options.progress
     progress = None if report is None else lambda done, of: report(name, done, of)
-    return open_decoded(path, size, on_bad=options.on_bad, progress=progress)
+    return open_decoded(path, size, on_bad=options.on_bad, labelled=labelled, progress=progress)
 
 
 def _labelled(
@@ -127,7 +130,7 @@ def _unknown_classes(name: str, extra: Sequence[str], counts: Mapping[str, int],
     return (
         f"domain {name!r} has other classes than those of the stream: {', '.join(listed)}{more}. The stream has "
         f"{some(classes)}. Rename the folders, leave those images out with --extra-classes drop, or, if the domain "
-        "has no labels, put its images beside each other, into no folders."
+        f"has no labels, say so: --unlabelled {shlex.quote(name)}, or in a .toml file unlabelled = true."
     )
 
 

@@ -8,7 +8,7 @@ The TOML file::
     [domains]                            # folders or zips, relative to the file
     day = "pictures/day"
     rain = "rain.zip"
-    night = "night"
+    night = { path = "night", unlabelled = true }   # folders in it, if it has any, are no classes
 
     [recipe]                             # optional: what `ratp streams show` lists
     size = 96
@@ -85,6 +85,35 @@ def from_root(root: Path) -> StreamSpec:
     return replace(_spec(name, paths, order=None, recipe=RECIPE), needs_order=True)
 
 
+def without_labels(spec: StreamSpec, asked: Sequence[str]) -> StreamSpec:
+    """The stream with some of its domains read without labels: their folders, if they have any, are no classes.
+
+    Args:
+        spec: A stream of own images.
+        asked: Names or paths of those domains.
+
+    Raises:
+        ConfigError: If one is none of the stream's, or the images are not the user's own.
+    """
+    if not asked:
+        return spec
+    if spec.values != NAME:
+        raise ConfigError(f"--unlabelled is for targets of your own images; {spec.name} comes with its labels.")
+    places = {os.path.realpath(place): code for code, place in spec.domains.items() if "\0" not in place}
+    codes, problems = set(spec.unlabelled), []
+    for name in asked:
+        code = name if name in spec.domains else places.get(os.path.realpath(name.replace("\0", "")))
+        if code is None or not name:
+            problems.append(unknown("target in --unlabelled:", name, spec.domains))
+        else:
+            codes.add(code)
+    if problems:
+        raise ConfigError(problems)
+    paths = {code: Path(place) for code, place in spec.domains.items()}
+    made = _spec(spec.name, paths, order=spec.orders["default"], recipe=spec.recipe, unlabelled=frozenset(codes))
+    return replace(made, needs_order=spec.needs_order)
+
+
 def from_file(path: Path) -> StreamSpec:
     """The stream a TOML file describes.
 
@@ -94,8 +123,12 @@ def from_file(path: Path) -> StreamSpec:
     data = _read(path)
     problems = [unknown(f"key in {path.name}", key, _KEYS) for key in data if key not in _KEYS]
     domains, order, name, recipe = (data.get(key) for key in ("domains", "order", "name", "recipe"))
-    if not _is_texts(domains) or len(domains or {}) < 2:
-        problems.append(f"{path.name}: [domains] must name at least two folders or zips, e.g. day = 'pictures/day'.")
+    places, unlabelled = _places(domains)
+    if places is None or len(places) < 2:
+        problems.append(
+            f"{path.name}: [domains] must name at least two folders or zips, e.g. day = 'pictures/day', or "
+            "day = { path = 'pictures/day', unlabelled = true }."
+        )
     if not isinstance(order, list) or not all(isinstance(item, str) for item in order) or len(order) < 2:
         problems.append(f"{path.name}: order must list at least two domains, the source first, e.g. ['day', 'night'].")
     elif isinstance(domains, dict):
@@ -112,13 +145,13 @@ def from_file(path: Path) -> StreamSpec:
         sizes, mistakes = _sizes(recipe)
         problems += [f"{path.name}, [recipe]: {mistake}" for mistake in mistakes]
     paths = {}
-    if isinstance(domains, dict) and _is_texts(domains):
-        paths = {code: _place(path.parent, place, problems) for code, place in domains.items()}
+    if places is not None:
+        paths = {code: _place(path.parent, place, problems) for code, place in places.items()}
         problems += [f"{path.name}: two domains lie in {place}." for place in _twice(list(paths.values()))]
     if problems:
         raise ConfigError(problems)
     assert isinstance(order, list)
-    return _spec(name or path.stem, paths, order=tuple(order), recipe=sizes)
+    return _spec(name or path.stem, paths, order=tuple(order), recipe=sizes, unlabelled=unlabelled)
 
 
 def _sizes(table: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
@@ -159,8 +192,21 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML file: {error}.") from error
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+def _places(domains: Any) -> tuple[dict[str, str] | None, frozenset[str]]:
+    """Where the domains of a file lie, None if it does not say so; and which have no labels."""
+    if not isinstance(domains, dict):
+        return None, frozenset()
+    tables = {code: given if isinstance(given, dict) else {"path": given} for code, given in domains.items()}
+    right = all(
+        table.keys() <= {"path", "unlabelled"}
+        and isinstance(table.get("path"), str)
+        and isinstance(table.get("unlabelled", False), bool)
+        for table in tables.values()
+    )
+    if not right:
+        return None, frozenset()
+    bare = frozenset(code for code, table in tables.items() if table.get("unlabelled"))
+    return {code: table["path"] for code, table in tables.items()}, bare
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,9 +217,16 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _spec(name: str, paths: Mapping[str, Path], *, order: tuple[str, ...] | None, recipe: Recipe) -> StreamSpec:
+def _spec(
+    name: str,
+    paths: Mapping[str, Path],
+    *,
+    order: tuple[str, ...] | None,
+    recipe: Recipe,
+    unlabelled: frozenset[str] = frozenset(),
+) -> StreamSpec:
     def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        return load_domains({code: paths[code] for code in codes}, size, options)
+        return load_domains({code: paths[code] for code in codes}, size, options, unlabelled=unlabelled)
 
     return StreamSpec(
         name=name,
@@ -183,6 +236,7 @@ def _spec(name: str, paths: Mapping[str, Path], *, order: tuple[str, ...] | None
         recipe=recipe,
         load=load,
         values=NAME,
+        unlabelled=unlabelled,
     )
 
 
