@@ -89,6 +89,20 @@ class TestLoop:
         with pytest.raises(RatpError, match="same names: a, b, then a, c"):
             next(ticks)
 
+    @pytest.mark.parametrize(
+        ("returned", "told"),
+        [
+            ({"total": torch.ones(()), "x": 1.0}, r"one number each: 'x' is 1.0; write torch.tensor\(1.0\)"),
+            ({"total": torch.ones(2, 3)}, r"'total' has the shape \(2, 3\)"),
+            (None, "scalars by name.*got None"),
+        ],
+    )
+    def test_what_is_no_scalar_is_refused(self, returned, told):
+        phase = Counting()
+        phase.step = lambda: returned
+        with pytest.raises(RatpError, match=told):
+            next(train([phase]))
+
     def test_numbers_of_several_types(self):
         phase = Counting(epochs=1, steps=2)
         phase.step = lambda: {"a": torch.tensor([1.0], dtype=torch.float64), "b": torch.tensor(2), "c": torch.ones(())}

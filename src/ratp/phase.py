@@ -128,6 +128,8 @@ class _Means:
 
     def add(self, scalars: Mapping[str, Tensor]) -> None:
         """Takes the scalars of one step; this much is captured."""
+        if not isinstance(scalars, Mapping):
+            raise RatpError(f"a step must return its scalars by name, e.g. {{'total': loss}}; got {scalars!r}.")
         names = tuple(scalars)
         if self._names is None:
             self._names = names
@@ -137,6 +139,9 @@ class _Means:
             )
         if not names:
             return
+        wrong = [n for n, value in scalars.items() if not isinstance(value, Tensor) or value.numel() != 1]
+        if wrong:
+            raise RatpError(f"a step must return scalars as tensors of one number each: {_told(wrong[0], scalars)}.")
         values = [value.detach().reshape(()) for value in scalars.values()]
         if len({(value.device, value.dtype) for value in values}) > 1:
             values = [value.to(values[0].device, torch.float64) for value in values]
@@ -157,6 +162,13 @@ class _Means:
             return dict(zip(self._names, (self._sums / steps).float().unbind(), strict=True))
 
         return read
+
+
+def _told(name: str, scalars: Mapping[str, object]) -> str:
+    value = scalars[name]
+    if isinstance(value, Tensor):
+        return f"{name!r} has the shape {tuple(value.shape)}; take its mean, say"
+    return f"{name!r} is {value!r}; write torch.tensor({value!r}), or leave it out"
 
 
 def _listed(names: Sequence[str]) -> str:

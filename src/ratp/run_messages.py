@@ -18,6 +18,7 @@ import torch
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
+from ratp.methods.own import own_traceback
 from ratp.phase import Tick
 from ratp.plan import RunPlan, resolve
 from ratp.request import RunRequest
@@ -140,7 +141,9 @@ def fail(answer: Mapping[str, Any]) -> NoReturn:
 
 
 def unexpected(error: Exception) -> str:
-    """What to say of an error that is none of the user's: all that is known of it."""
+    """What to say of an error that ratp does not raise: all that is known of it; of one in a user's file, its lines."""
+    if own := own_traceback(error):
+        return own
     return f"an unexpected error ended the run:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 

@@ -102,6 +102,36 @@ def test_all_mistakes_come_at_once():
     assert len(message.splitlines()) == 7
 
 
+OWN = """
+from ratp.methods.source_only import SourceOnly
+
+
+class Mine(SourceOnly):
+    name = "mine"
+
+    def source_phases(self, domain):
+        try:
+            return {}["first"]
+        except KeyError as error:
+            raise ValueError("second") from error
+"""
+
+
+@pytest.mark.parametrize("seeds", [["1"], ["1", "2"]])
+def test_an_error_in_a_method_of_ones_own(seeds):
+    """It is told with the lines of its file, not with ours; of several runs, each has its own."""
+    Path("mine.py").write_text(OWN)
+    words = [word for seed in seeds for word in ("--seed", seed)]
+    result = ratp(
+        "run", "--method", "mine.py", "--device", "cpu", *TINY_OPTIONS, *words, "--out", "runs", "--jobs", "1"
+    )
+    assert (result.code, result.out) == (1 if len(seeds) == 1 else 2, "")
+    assert result.err.count("error in the file of its method") == len(seeds)
+    for told in ('mine.py", line 10', "KeyError: 'first'", 'mine.py", line 12', "ValueError: second"):
+        assert result.err.count(told) == len(seeds)
+    assert not {line for line in result.err.splitlines() if "File " in line and "mine.py" not in line}
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -14,6 +14,7 @@ from ratp.cli import data, doctor, lists, predict, reports, runs, studies, weigh
 from ratp.cli.console import stderr
 from ratp.cli.loading import spread_targets
 from ratp.errors import ConfigError, RatpError
+from ratp.methods.own import own_traceback
 from ratp.notes import print_plainly
 from ratp.version import __version__
 
@@ -52,7 +53,7 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line; a mistake of the user's gives a message and exit code 2, never a traceback."""
+    """Runs the command line; a mistake of the user's gives a message and exit code 2, never a traceback of ours."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
@@ -64,5 +65,11 @@ def main() -> None:
         for problem in problems:
             stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
         sys.exit(2)
+    except Exception as error:
+        told = own_traceback(error)
+        if told is None:
+            raise
+        stderr().print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
+        sys.exit(1)
     except KeyboardInterrupt:  # before a command began
         sys.exit(128 + signal.SIGINT)

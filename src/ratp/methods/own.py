@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,20 @@ def file_hash(method: type[Method]) -> str | None:
     """sha256 of the file of a user's own method: once it is edited, it is another method. None for ours."""
     _, marker, digest = method.__module__.partition(_MODULE)
     return digest if marker else None
+
+
+def own_traceback(error: Exception) -> str | None:
+    """An error that came out of a user's own method, with the lines of its file alone; None for any other error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = {f.f_code.co_filename for f in frames if str(f.f_globals.get("__name__")).startswith(_MODULE)}
+    if not files:
+        return None
+    told = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = told
+    while part is not None:
+        part.stack = traceback.StackSummary.from_list([line for line in part.stack if line.filename in files])
+        part = part.__cause__ or part.__context__
+    return f"the run ended with an error in the file of its method:\n{''.join(told.format()).rstrip()}"
 
 
 def _loaded(path: Path) -> ModuleType:
