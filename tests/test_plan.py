@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
 from ratp.config import as_dict, override, switches
-from ratp.errors import ConfigError
+from ratp.errors import ConfigError, RunDirectoryError
+from ratp.events import Trained
 from ratp.method import Method
 from ratp.methods import METHODS, find_method
 from ratp.network import Network, NetworkConfig
@@ -517,6 +518,25 @@ class TestMethodFile:
         assert toy_plan(file(edited)).digest() != digest
         with pytest.raises(Exception, match="has been edited since"):
             Run(toy_plan(file(edited)), tmp_path / "run").execute()
+
+    def test_mended_before_it_learnt_anything_it_begins_anew(self, file, tmp_path):
+        """As long as nothing else is another."""
+        broken = Run(toy_plan(file(TEXT.replace("return {", "return nonsense or {"))), tmp_path / "run")
+        with pytest.raises(NameError):
+            broken.execute()
+        with pytest.raises(RunDirectoryError, match="seed: 2022 there, 3 asked for"):
+            Run(toy_plan(file(TEXT), seed=3), tmp_path / "run").execute()
+        record = Run(toy_plan(file(TEXT)), tmp_path / "run").execute()
+        assert record.matrix.complete
+        assert [event["event"] for event in record.journal].count("run_started") == 1
+
+    def test_mended_later_it_does_not(self, file, tmp_path):
+        events = Run(toy_plan(file(TEXT)), tmp_path / "run").events()
+        while not isinstance(next(events), Trained):
+            pass
+        events.close()  # which keeps a checkpoint
+        with pytest.raises(RunDirectoryError, match="has been edited since"):
+            Run(toy_plan(file(TEXT.replace(".mul_(", ".div_(1e-9 + "))), tmp_path / "run").execute()
 
     def test_two_files_of_one_name_are_two_methods(self, file, tmp_path):
         """The second does not stand for the first because it was read later."""

@@ -13,6 +13,7 @@ from ratp.files import UnreadableFileError, is_leftover, read_json
 from ratp.guard import ACT
 from ratp.lock import LOCK_FILE
 from ratp.plan import RunPlan
+from ratp.record import fingerprint_of
 from ratp.schema import CONFIG, NewerFileError
 
 START_ANEW = "Remove the folder to start anew, or choose another with --out."
@@ -51,9 +52,22 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
         raise RunDirectoryError(
             f"{folder} holds a config.json that ratp did not write. Choose another folder with --out."
         )
-    if there.get("fingerprint") != config["fingerprint"]:
+    if there.get("fingerprint") != config["fingerprint"] and not _was_mended(folder, there, config):
         told = f"{folder} holds another run. {_differences(there, config)}"
         raise RunDirectoryError(f"{told} {_advice(folder, there, config)}")
+
+
+def _was_mended(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether nothing but the file of its method differs from a run that left nothing to go on with: it begins anew."""
+    if None in (there.get("method_file"), here["method_file"]):
+        return False
+    if fingerprint_of({**there, "method_file": here["method_file"]}) != here["fingerprint"]:
+        return False
+    kept = [path for name in ("state", "checkpoint", "weights") for path in folder.glob(f"{name}*.safetensors")]
+    try:
+        return not kept and read_json(folder / "matrix.json").get("accuracy") == []
+    except RunDirectoryError:
+        return False
 
 
 def as_begun(plan: RunPlan, folder: Path) -> RunPlan:
