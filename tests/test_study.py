@@ -256,6 +256,11 @@ class TestMistakes:
             [[grid.variant]]
             name = "x"
             methd = "ratp"
+            [[grid.variant]]
+            nme = "y"
+            method = "shto"
+            preset = 3
+            set = { augmnt = false }
             [[grid]]
             stream = "digits"
             orders = ["default", "sideways"]
@@ -276,6 +281,11 @@ class TestMistakes:
             "grid 1: seeds must be whole numbers, got '1'",
             "grid 1, variant 1: unknown key 'methd'. Did you mean 'method'?",
             "grid 1, variant 1 has no method",
+            "grid 1, variant 2: unknown key 'nme'. Did you mean 'name'?",
+            "grid 1, variant 2 has no name",
+            "grid 1, variant 2: preset must be a text, got 3",
+            "grid 1, variant 2: unknown method 'shto'. Did you mean 'shot'?",
+            "grid 1, variant 2: unknown switch 'augmnt'. Did you mean 'augment'?",
             "grid 1: unknown stream 'digts'. Did you mean 'digits'?",
             "grid 1, rapt: unknown method 'rapt'",
             "grid 2: unknown order 'sideways'",

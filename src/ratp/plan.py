@@ -16,7 +16,7 @@ import torch
 from ratp.config import as_dict, decisive, override
 from ratp.data.cache import cache_folder
 from ratp.environment import describe_environment
-from ratp.errors import ConfigError, unknown
+from ratp.errors import ConfigError, RatpError, unknown
 from ratp.guard import ACT, Mode, find_mode
 from ratp.method import Method, Setting
 from ratp.methods import METHODS, find_method
@@ -206,8 +206,8 @@ def resolve(request: RunRequest) -> RunPlan:
     def attempt(function: Callable[[], T]) -> T | None:
         try:
             return function()
-        except ConfigError as error:
-            problems.extend(error.problems)
+        except RatpError as error:
+            problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
             return None
 
     spec = attempt(lambda: _find_stream(request))
@@ -234,6 +234,10 @@ def resolve(request: RunRequest) -> RunPlan:
         possible = [base]
     sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
     changed = attempt(lambda: _change(sizes, possible, request.changes))
+    backbone = (changed[0] if changed else sizes).network.backbone
+    weights = _weights_from(request.weights, backbone)
+    if weights != PUBLISHED:  # a file that does not fit is found now; what must be downloaded can wait for the run
+        attempt(lambda: find_weights(weights, backbone))
     if problems:
         raise ConfigError(problems)
     assert spec and method and order and changed and device and precision and guard and seed is not None
@@ -241,8 +245,7 @@ def resolve(request: RunRequest) -> RunPlan:
     before, after = as_dict(sizes) | as_dict(base), as_dict(recipe) | as_dict(config)
     before["network.backbone"] = own_backbone  # what follows from another is no change of its own, but it is one
     differing = {name: value for name, value in after.items() if value != before[name]}
-    weights = _weights_from(request.weights, recipe.network.backbone)
-    plan = RunPlan(
+    return RunPlan(
         spec=spec,
         order=order,
         method=method,
@@ -258,9 +261,6 @@ def resolve(request: RunRequest) -> RunPlan:
         guard=guard,
         request=request,
     )
-    if weights != PUBLISHED:
-        _ = plan.weights  # a file that does not fit is found now; what must be downloaded can wait for the run
-    return plan
 
 
 def usual_guard(spec: StreamSpec) -> Mode:

@@ -186,10 +186,13 @@ class _GridReader:
             texts = {key: _line(variant.get(key, "")) for key in ("name", "method")}
             wrong += [f"{where} has no {key}." for key, text in texts.items() if not text]
             self.problems += wrong
-            if not wrong:
-                changes = {**self._changes, **_switches(variant.get("set", {}))}
-                row = Row(self._number, texts["name"], is_variant=True)
-                found.append((row, self._method(texts["method"]), variant.get("preset", self._preset), changes))
+            right: dict[str, Any] = {
+                key: value for key, value in variant.items() if isinstance(value, _VARIANT.get(key, ()))
+            }
+            if "method" in right and texts["method"]:
+                changes = {**self._changes, **_switches(right.get("set", {}))}
+                row = Row(self._number, texts["name"] or f"variant {number + 1}", is_variant=True)
+                found.append((row, self._method(texts["method"]), right.get("preset", self._preset), changes))
         return found
 
     def _sweep(self) -> list[_Case]:

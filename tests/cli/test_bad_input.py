@@ -100,6 +100,8 @@ def test_all_mistakes_come_at_once():
     changes = ["--set", "batch=1", "--set", "r_con=hi", "--set", "nonsense"]
     message = refused("run", "--order", "foo", "--seed", "x", "--device", "gpu", "--save-every", "-1", *changes)
     assert len(message.splitlines()) == 7
+    message = refused("run", "--weights", "nope.safetensors", "--set", "epochs=0", "--seed", "x")
+    assert [word in message for word in ("weights file 'nope.safetensors'", "epochs", "seed")] == [True] * 3
 
 
 OWN = """
