@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import textwrap
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from ratp.methods import METHODS, find_method
 from ratp.network import Network, NetworkConfig
 from ratp.plan import find_device, preset_config, resolve
 from ratp.recipe import Recipe
+from ratp.record import read_run
 from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.stream import make_stream
@@ -395,6 +398,53 @@ class TestWeights:
     def test_mistakes(self, weights, told):
         (problem,) = mistakes(weights=weights)
         assert told in problem
+
+
+class TestImagesInMemory:
+    def planned(self, domains, **changes):
+        request = RunRequest(stream="digits", method="source-only", device="cpu", changes={**TINY, **changes})
+        return resolve(request).on("mine", domains)
+
+    def test_the_guide_does_what_it_says(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        guide = Path(__file__).parents[1] / "docs" / "your-own-images.md"
+        (snippet,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
+        kernels = '"steps": 1, "randmix.kernel_sizes": "3,5"'  # for the sake of time
+        exec(snippet.replace('"steps": 5', kernels), {})
+        record = read_run(Path("runs/mine"))
+        assert (record.config["stream"], record.matrix.complete) == ("mine", True)
+        assert [math.isnan(value) for value in record.matrix.accuracy[0]] == [False, False, True]
+        assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
+
+    def test_they_can_be_driven_by_hand(self):
+        plan = self.planned(toy_domains())
+        stream = plan.load_stream()
+        method = plan.build_method(stream)
+        method.fit_source(stream.source)
+        for target in stream.targets:
+            method.adapt(target)
+        assert all_finite(method.state())
+
+    def test_they_are_what_is_trained_on(self, tmp_path):
+        domains = toy_domains()
+        plan = self.planned(domains)
+        record = Run(plan, tmp_path / "run").execute()
+        assert record.config["data"] == {domain.name: domain.fingerprint() for domain in domains}
+        assert Run(plan, tmp_path / "run").execute().matrix == record.matrix
+        with pytest.raises(RunDirectoryError, match="Its images have changed"):
+            Run(
+                self.planned([domains[0], replace(domains[1], labels=domains[1].labels.flip(0)), *domains[2:]]),
+                tmp_path / "run",
+            ).execute()
+
+    def test_mistakes(self):
+        source, target, *_ = toy_domains()
+        with pytest.raises(ConfigError, match=r"images of 32×32, the plan of 48×48.*changes={'size': 32}"):
+            self.planned([source, target], size=48)
+        with pytest.raises(ConfigError, match="two domains are called"):
+            self.planned([source, target, target]).load_stream()
+        with pytest.raises(ConfigError, match="at least one target"):
+            self.planned([source]).load_stream()
 
 
 HEAD = '''

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from ratp.record import fingerprint_of
 from ratp.request import DEFAULT_PRESET, RunRequest, check_kinds
 from ratp.schema import CONFIG
 from ratp.source_models import SourceModels
-from ratp.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
+from ratp.stream import DataOptions, Domain, LoadedDomain, Stream, StreamSpec, make_stream, parse_order
 from ratp.streams import find_stream
 from ratp.streams.own import NAME as FOLDERS
 from ratp.streams.own import from_paths, without_labels
@@ -98,6 +98,35 @@ class RunPlan:
     def title(self) -> str:
         """Method, stream and seed, for file names and headings."""
         return f"{self.spec.name}-{self.method.name}-{self.seed}"
+
+    def on(self, name: str, domains: Sequence[Domain]) -> RunPlan:
+        """The same plan on images in memory, in place of its stream's; a run of it is made in this process.
+
+        Args:
+            name: What to call their stream.
+            domains: The source first, with labels; then the targets as they arrive, with labels or without.
+
+        Raises:
+            ConfigError: If they are of another size than the plan's.
+        """
+        size = self.recipe.size
+        other = [domain for domain in domains if tuple(domain.images.shape[2:]) != (size, size)]
+        if other:
+            height, width = other[0].images.shape[2:]
+            raise ConfigError(
+                f"domain {other[0].name!r} has images of {height}×{width}, the plan of {size}×{size}: resize them, or "
+                f"ask for another size, e.g. changes={{'size': {height}}}."
+            )
+        order, title = tuple(domain.name for domain in domains), "images in memory"
+        spec = StreamSpec(
+            name=name,
+            title=title,
+            domains=dict.fromkeys(order, title),
+            orders={"default": order},
+            recipe=self.recipe,
+            load=lambda codes, size, options: [LoadedDomain(domain) for domain in domains],
+        )
+        return replace(self, spec=spec, order=order, request=None)
 
     def load_stream(self) -> Stream:
         """Loads the domains."""
