@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -563,6 +564,20 @@ class TestFirewall:
             run.method.adapt(labelled)
         with pytest.raises(TypeError, match="LabelledDomain"):
             run.method.fit_source(labelled.unlabelled())
+
+    @every_method
+    def test_a_source_comes_first(self, method):
+        run = Run(toy_plan(method), "unused")
+        with pytest.raises(RatpError, match=f"^{re.escape(method)} has learnt nothing yet to adapt to 'mud'"):
+            run.method.adapt(run.stream.targets[0])
+
+    def test_a_state_knows_a_source(self):
+        fitted, loaded = (Run(toy_plan("tent"), "unused") for _ in range(2))
+        fitted.method.fit_source(fitted.stream.source)
+        loaded.method.load_state(fitted.method.state())
+        for run in (fitted, loaded):
+            run.method.adapt(run.stream.targets[0])
+        assert same_tensors(fitted.method.state(), loaded.method.state())
 
     def test_a_target_has_nowhere_to_keep_labels(self):
         target = Run(toy_plan("source-only"), "unused").stream.targets[0]

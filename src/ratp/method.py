@@ -15,8 +15,9 @@ does nothing on targets       no phase
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -112,6 +113,15 @@ class Method(ABC):
     needs: ClassVar[str] = ""
     ignores_targets: ClassVar[bool] = False
 
+    _knows_source = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Has every method remember that it was shown the source, or given the state of one that was."""
+        super().__init_subclass__(**keywords)
+        for name in ("source_phases", "load_state"):
+            if name in vars(cls):
+                setattr(cls, name, _remembered(vars(cls)[name]))
+
     @abstractmethod
     def __init__(self, setting: Setting, config: Any) -> None:
         """Builds the method, untrained."""
@@ -180,13 +190,31 @@ class Method(ABC):
 
     @final
     def adapt(self, domain: UnlabelledDomain) -> None:
-        """Adapts to one more target domain."""
+        """Adapts to one more target domain.
+
+        Raises:
+            RatpError: If it has neither been fitted to a source nor loaded a state.
+        """
         if not isinstance(domain, UnlabelledDomain):
             raise TypeError(
                 f"adapt takes an UnlabelledDomain, got {type(domain).__name__}: call its unlabelled() first."
             )
+        if not self._knows_source:
+            raise RatpError(
+                f"{self.name} has learnt nothing yet to adapt to {domain.name!r}: call fit_source first, or load_state."
+            )
         for _ in train(self.target_phases(domain)):
             pass
+
+
+def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(self: Method, *arguments: Any, **keywords: Any) -> Any:
+        result = function(self, *arguments, **keywords)
+        self._knows_source = True
+        return result
+
+    return call
 
 
 class OnlineMethod(Method):
