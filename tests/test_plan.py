@@ -408,7 +408,8 @@ class TestImagesInMemory:
     def test_the_guide_does_what_it_says(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         guide = Path(__file__).parents[1] / "docs" / "your-own-images.md"
-        (snippet,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
+        snippets = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
+        (snippet,) = (text for text in snippets if "ratp.Run(" in text)
         kernels = '"steps": 1, "randmix.kernel_sizes": "3,5"'  # for the sake of time
         exec(snippet.replace('"steps": 5', kernels), {})
         record = read_run(Path("runs/mine"))

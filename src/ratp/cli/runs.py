@@ -187,8 +187,9 @@ def run(
 ) -> None:
     """Train a method on a stream of domains. The same command continues an interrupted run.
 
-    Several seeds, orders or methods are run side by side in all their combinations. A run that has come to its end
-    takes the next domain with --after.
+    Several seeds, orders or methods are run side by side in all their combinations.
+
+    A finished run takes the next domain with --after.
     """
     request_changes, problems = _parse_changes(changes or [])
     at_once = parse_jobs(jobs, problems)
