@@ -28,8 +28,8 @@ from ratp.study import is_config_of
 NAMES = ("ink", "mud", "fog", "ice")
 DOMAINS = [toy_domain(name, count) for name, count in zip(NAMES, (40, 32, 36, 28), strict=True)]
 SHORT = 2
-# RaTP, single passes, one that replaces the classifier, one that attends, several networks, generators.
-METHODS = ("ratp", "shot", "tent", "t3a", "gsfda", "cotta", "adacon", "pden")
+# RaTP, single passes, one that replaces the classifier, one that attends, several networks, generators, no phase.
+METHODS = ("ratp", "shot", "tent", "t3a", "gsfda", "cotta", "adacon", "pden", "source-only")
 
 
 def plan(count=4, method="shot", **how):
