@@ -18,7 +18,8 @@ Departures from the published code:
 * All views pass the network together and in training mode; the original's has no BatchNorm. The projection for the
   contrast is on the embedding.
 * A generator's loss is computed by the network after its update, from x⁺ and one other view. The original uses
-  what is left of the pass before it, which today's PyTorch refuses.
+  what is left of the pass before it, which today's PyTorch refuses. This pass, too, moves BatchNorm's running
+  statistics, so that x⁺ has more weight in them than the other views.
 * Contrasts are exact where the original adds 10⁻⁶ to probabilities. Images are drawn from all there are, not from
   the first 10 000.
 * With large networks generators are computed twice rather than kept in memory for the gradient.

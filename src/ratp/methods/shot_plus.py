@@ -10,8 +10,9 @@ SHOT and a second task that needs no labels: to tell by how many quarters an ima
 * After a stage: exemplars go to the memory, with their last labels.
 
 Departures from the original: those of SHOT (``methods/shot.py``); the stage has the recipe's epochs (the original 15);
-the upright embedding is the one SHOT's loss uses, not that of another pass; R is measured after every epoch on all
-images, each turned once. With γ = 0 there is no such task, and this is SHOT bit for bit.
+the upright embedding is the one SHOT's loss uses, not that of another pass, so that turned images weigh half in
+BatchNorm's running statistics, where they weigh a third in the original; R is measured after every epoch on all images,
+each turned once. With γ = 0 there is no such task, and this is SHOT bit for bit.
 """
 
 from __future__ import annotations
