@@ -241,7 +241,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise RunDirectoryError(f"{path} does not exist. `ratp run` makes run directories.")
     if not is_run(path):
-        raise RunDirectoryError(f"{path} is no run directory: it has no config.json. `ratp run` makes run directories.")
+        inside = sorted(path.glob("*/config.json"))
+        advice = f"It holds some: name one, e.g. {inside[0].parent}." if inside else "`ratp run` makes run directories."
+        raise RunDirectoryError(f"{path} is no run directory: it has no config.json. {advice}")
     return CONFIG.read(read_json(path / "config.json"), path / "config.json")
 
 

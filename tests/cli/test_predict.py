@@ -182,6 +182,7 @@ class TestBadRuns:
     def test_no_run(self, run):
         self.check("gone", "gone does not exist")
         self.check("new", "new is no run directory")
+        self.check(".", "It holds some: name one, e.g. run.")
         worked(ratp("report", run, "--export", "kept", "--quiet"))
         self.check(next(Path("kept").iterdir()), "is a file: give a run directory")
 

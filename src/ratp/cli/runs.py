@@ -24,6 +24,7 @@ from ratp.plan import RunPlan, resolve
 from ratp.record import CONTINUED, RunRecord
 from ratp.request import DEFAULT_PRESET, RunRequest
 from ratp.run import SAVE_EVERY, Run
+from ratp.streams.own import NAME as FOLDERS
 from ratp.study import Executor, find_executor
 
 DEMO_METHODS = ("source-only", "ratp")
@@ -250,7 +251,9 @@ def run(
         for path in current.predictions:
             say(f"Predictions: {path}")
         say(f"Run directory: {current.folder}")
-        say(f"Next: ratp report {shlex.quote(str(current.folder))}")
+        place = shlex.quote(str(current.folder))
+        own = f", or ratp predict {place} IMAGES" if current.plan.spec.values == FOLDERS else ""
+        say(f"Next: ratp report {place}{own}")
 
 
 def _run_several(
