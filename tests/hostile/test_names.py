@@ -128,7 +128,7 @@ def test_a_warning_gives_names_no_say(monkeypatch):
 
 
 OPENED = (
-    ("run", "folders", "--source", "in.zip", "--targets", "in2.zip"),
+    ("run", "folders", "--source", "in.zip", "--targets", "in2.zip", "--weights", "none"),
     ("data", "check", "in.zip"),
     ("data", "import", "pacs/sketch", "in.zip"),
 )
