@@ -20,7 +20,7 @@ from ratp.config import override
 from ratp.data.decoded import OnBad
 from ratp.data.given import decode_part, given_images
 from ratp.data.listing import Unreadable
-from ratp.data.manifest import describe_bad
+from ratp.data.manifest import describe_refused
 from ratp.data.parallel import Progress
 from ratp.domain import check_images
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
@@ -133,11 +133,7 @@ class LoadedRun:
             if part.names and not (bad and on_bad == "stop"):
                 found += predictions_of(self.predict(part.images), part.names, self.classes)
         if bad and on_bad == "stop":
-            listed = "\n".join(f"  {line}" for line in describe_bad(bad))
-            raise RatpError(
-                f"{len(bad):,} bad among {count:,} images:\n{listed}\n"
-                "Mend or remove them, or leave them out with --on-bad-image skip."
-            )
+            raise RatpError(describe_refused(bad, count))
         if not found:
             raise RatpError(f"{count:,} images are given, and not one that can be used.")
         return FilePredictions(tuple(found), tuple(bad))

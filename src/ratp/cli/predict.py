@@ -12,7 +12,7 @@ import typer
 from ratp.cli.console import print_json, say, stderr
 from ratp.cli.loading import data_options, decoding, print_note
 from ratp.cli.runs import Json, OnBadImage, Quiet
-from ratp.data.manifest import describe_bad
+from ratp.data.manifest import describe_left_out
 from ratp.errors import ConfigError
 from ratp.files import write_text
 from ratp.loaded import FilePredictions, LoadedRun, load
@@ -64,8 +64,7 @@ def predict(
 
 def _print_notes(loaded: LoadedRun, found: FilePredictions) -> None:
     if found.left_out:
-        listed = "\n".join(f"  {line}" for line in describe_bad(found.left_out))
-        print_note(f"left out {len(found.left_out):,} that are no usable images:\n{listed}", stderr())
+        print_note(describe_left_out(found.left_out), stderr())
     count = len(found.predictions)
     if loaded.together and count < SMALLEST_BATCH:
         told = f"{loaded.config['method']} predicts by the statistics of the images it is asked about"

@@ -20,7 +20,7 @@ from ratp.data.cache import cache_folder
 from ratp.data.decoded_cache import Slot
 from ratp.data.image_file import close_gaps, flushed_meanwhile, free_memory, map_images, memory_file
 from ratp.data.listing import Unreadable
-from ratp.data.manifest import Manifest, describe_bad, make_manifest, renewed
+from ratp.data.manifest import Manifest, describe_left_out, describe_refused, make_manifest, renewed
 from ratp.data.parallel import Progress, decode_all
 from ratp.data.tree import ImageTree, identity, open_tree
 from ratp.environment import package_version
@@ -112,10 +112,7 @@ def _domain(tree: ImageTree, images: Tensor, manifest: Manifest, notes: tuple[st
         index = {name: k for k, name in enumerate(tree.classes)}
         labels = torch.tensor([index[file.class_name or ""] for file in manifest.usable])
     if manifest.bad:
-        listed = "\n".join(f"  {line}" for line in describe_bad(manifest.bad))
-        count = len(manifest.bad)
-        which = "1 that is no usable image" if count == 1 else f"{count:,} that are no usable images"
-        notes = (*notes, f"{tree.name}: left out {which}:\n{listed}")
+        notes = (*notes, f"{tree.name}: {describe_left_out(manifest.bad)}")
     return DecodedDomain(tree.name, images, tree.classes, labels, manifest, manifest.bad, notes)
 
 
@@ -225,10 +222,6 @@ class _Job:
     def _check(self, manifest: Manifest) -> None:
         path, bad = self.tree.path, manifest.bad
         if bad and self.on_bad == "stop":
-            listed = "\n".join(f"  {line}" for line in describe_bad(bad))
-            raise RatpError(
-                f"{path} has {len(bad):,} bad among {len(manifest.files):,} images:\n{listed}\n"
-                "Mend or remove them, or leave them out with --on-bad-image skip."
-            )
+            raise RatpError(f"{path} has {describe_refused(bad, len(manifest.files))}")
         if not manifest.usable:
             raise RatpError(f"{path} has {len(manifest.files):,} images and not one that can be used.")

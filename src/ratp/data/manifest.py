@@ -210,7 +210,7 @@ def describe(manifest: Manifest) -> list[str]:
             lines.append(f"of those in two classes at once: {len(split):,}, e.g. {quoted([f.name for f in split[0]])}")
     if manifest.bad:
         lines.append(f"unusable: {len(manifest.bad):,}")
-        lines += [f"  {line}" for line in describe_bad(manifest.bad)]
+        lines += _listed(manifest.bad)
     return [*lines, f"hash: {manifest.hash}"]
 
 
@@ -222,7 +222,19 @@ def _sizes(manifest: Manifest) -> str:
     return ", ".join(f"{what} {least} to {most}, median {median}" for what, (least, median, most) in spreads)
 
 
-def describe_bad(bad: Sequence[Unreadable]) -> list[str]:
+def describe_refused(bad: Sequence[Unreadable], count: int) -> str:
+    """Why images are refused: the bad ones among ``count`` with their reasons, and what to do."""
+    advice = "Mend or remove them, or leave them out with --on-bad-image skip."
+    return "\n".join((f"{len(bad):,} bad among {count:,} images:", *_listed(bad), advice))
+
+
+def describe_left_out(bad: Sequence[Unreadable]) -> str:
+    """Which bad files were left out, with their reasons."""
+    which = "1 that is no usable image" if len(bad) == 1 else f"{len(bad):,} that are no usable images"
+    return "\n".join((f"left out {which}:", *_listed(bad)))
+
+
+def _listed(bad: Sequence[Unreadable]) -> list[str]:
     """The first bad files with their reasons, a line each."""
-    lines = [f"{name}: {reason}" for name, reason in bad[:_NAMED]]
-    return lines if len(bad) <= _NAMED else [*lines, f"and {len(bad) - _NAMED:,} more"]
+    lines = [f"  {name}: {reason}" for name, reason in bad[:_NAMED]]
+    return lines if len(bad) <= _NAMED else [*lines, f"  and {len(bad) - _NAMED:,} more"]
