@@ -41,6 +41,15 @@ class TestChecks:
         with pytest.raises(RatpError, match="'MT': labels must be int64 of shape"):
             labelled(labels=bad)
 
+    @pytest.mark.parametrize("bad", [[0, 1, 1, 0], None, torch.tensor([0, 1, 1, 0]).numpy()])
+    def test_labels_must_be_a_tensor(self, bad):
+        with pytest.raises(RatpError, match="'MT': labels must be a tensor of whole numbers, one an image, got "):
+            labelled(labels=bad)
+
+    def test_classes_must_differ(self):
+        with pytest.raises(RatpError, match="'MT': every class needs a name of its own, 'cat' is given twice"):
+            labelled(classes=("cat", "cat"))
+
     @pytest.mark.parametrize("wrong", [-1, 2, 100])
     def test_labels_must_name_a_class(self, wrong):
         with pytest.raises(RatpError, match=rf"labels must lie in 0\.\.1.*{wrong}"):

@@ -417,6 +417,15 @@ class TestImagesInMemory:
         assert [math.isnan(value) for value in record.matrix.accuracy[0]] == [False, False, True]
         assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
 
+    @pytest.mark.parametrize(
+        ("asked", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
+    )
+    def test_they_are_guarded_as_folders_are(self, asked, mode):
+        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **asked))
+        assert plan.guard == asked.get("guard", "record")  # the benchmark's own images
+        assert plan.on("mine", toy_domains()).guard == mode
+        assert plan.on("mine", toy_domains()).on("mine", toy_domains()).guard == mode
+
     def test_they_can_be_driven_by_hand(self):
         plan = self.planned(toy_domains())
         stream = plan.load_stream()
@@ -634,6 +643,12 @@ class TestMethodFile:
             "    config_type = CentreConfig\n", ""
         )
         assert "lacks title, config_type" in self.refusal(file(lacking))
+
+    @pytest.mark.parametrize(
+        ("name", "told"), [("ratp", "'ratp', as one of ratp is"), ("", "needs a name"), (" ", "needs a")]
+    )
+    def test_its_name_must_be_its_own(self, file, name, told):
+        assert told in self.refusal(file(TEXT.replace('name = "centre"', f'name = "{name}"')))
 
     def test_its_switches_must_not_be_the_recipes(self, file):
         """``--set lr=1`` would set both."""

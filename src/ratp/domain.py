@@ -7,6 +7,7 @@ A labelled domain and an unlabelled one are different types. A method that adapt
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,6 +103,11 @@ class LabelledDomain:
 
     def __post_init__(self) -> None:
         _check_domain(self.name, self.images)
+        if not isinstance(self.labels, Tensor):
+            raise RatpError(
+                f"domain {self.name!r}: labels must be a tensor of whole numbers, one an image, got "
+                f"{type(self.labels).__name__}: torch.tensor(labels)"
+            )
         if self.labels.shape != (len(self.images),) or self.labels.dtype != torch.int64:
             raise RatpError(
                 f"domain {self.name!r}: labels must be int64 of shape ({len(self.images)},), "
@@ -112,6 +118,9 @@ class LabelledDomain:
                 f"domain {self.name!r}: labels must lie in 0..{len(self.classes) - 1}, "
                 f"got {int(self.labels.min())}..{int(self.labels.max())}."
             )
+        twice = [name for name, count in Counter(self.classes).items() if count > 1]
+        if twice:
+            raise RatpError(f"domain {self.name!r}: every class needs a name of its own, {twice[0]!r} is given twice.")
         if self.held_out is not None and (
             self.held_out.shape != self.labels.shape or self.held_out.dtype != torch.bool
         ):

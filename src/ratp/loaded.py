@@ -20,8 +20,9 @@ from ratp.config import override
 from ratp.data.decoded import OnBad
 from ratp.data.given import decode_part, given_images
 from ratp.data.listing import Unreadable
-from ratp.data.manifest import describe_refused
+from ratp.data.manifest import describe_refused, describe_useless
 from ratp.data.parallel import Progress
+from ratp.data.passed_over import why_passed_over
 from ratp.domain import check_images
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 from ratp.files import LostFileError, read_json
@@ -64,10 +65,12 @@ class FilePredictions:
     Attributes:
         predictions: One for every usable image, in the order the files were given in.
         left_out: Files that are no usable images, each with the reason.
+        passed_over: Files in folders and zips that may be meant as images and are not read, each with the reason.
     """
 
     predictions: tuple[Prediction, ...]
     left_out: tuple[Unreadable, ...] = ()
+    passed_over: tuple[Unreadable, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +138,9 @@ class LoadedRun:
         if bad and on_bad == "stop":
             raise RatpError(describe_refused(bad, count))
         if not found:
-            raise RatpError(f"{count:,} images are given, and not one that can be used.")
-        return FilePredictions(tuple(found), tuple(bad))
+            raise RatpError(f"asked about {describe_useless(bad, count)}")
+        passed_over = (Unreadable(name, why_passed_over(name)) for name in tree.passed_over)
+        return FilePredictions(tuple(found), tuple(bad), tuple(passed_over))
 
     def _at_once(self) -> int:
         """Images to decode at a time: whole chunks, as the network sees them, so that the numbers are those of all."""

@@ -89,9 +89,8 @@ class RunPlan:
         return self.weights.sha256 if is_file and self.weights else self.weights_from
 
     def look_for_weights(self) -> None:
-        """Finds the weights now if the images are own ones, and there: to decode them for nothing would take long."""
-        places = [self.spec.domains[code] for code in self.order]
-        if self.spec.values == FOLDERS and all(map(os.path.exists, places)):
+        """Finds the weights now if there are images to be read: to decode them for nothing would take long."""
+        if self.spec.places and all(map(os.path.exists, self.spec.places(self.order, self.data).values())):
             _ = self.weights
 
     @property
@@ -101,6 +100,8 @@ class RunPlan:
 
     def on(self, name: str, domains: Sequence[Domain]) -> RunPlan:
         """The same plan on images in memory, in place of its stream's; a run of it is made in this process.
+
+        Unless it was told otherwise, the guard acts, as on all own images.
 
         Args:
             name: What to call their stream.
@@ -126,7 +127,8 @@ class RunPlan:
             recipe=self.recipe,
             load=lambda codes, size, options: [LoadedDomain(domain) for domain in domains],
         )
-        return replace(self, spec=spec, order=order, request=None)
+        guard = ACT if self.request is not None and self.request.guard == "auto" else self.guard
+        return replace(self, spec=spec, order=order, guard=guard, request=None)
 
     def load_stream(self) -> Stream:
         """Loads the domains."""
@@ -246,6 +248,9 @@ def resolve(request: RunRequest) -> RunPlan:
     precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
     guard = attempt(lambda: find_mode(request.guard, usual_guard(spec) if spec else "record"))
     order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
+    source = spec.orders["default"][0] if spec and request.source is not None else None
+    if order and source is not None and order[0] != source:
+        problems.append(f"the order begins with {order[0]!r}, and the source is {source!r}: name the other one as it.")
     if spec and order and order[0] in spec.unlabelled:
         problems.append(f"the source {order[0]!r} needs its labels: only targets can be without.")
     base = attempt(lambda: preset_config(method, request.preset)) if method else None

@@ -72,6 +72,7 @@ class StreamSpec:
         orders: Orders by name; the one called ``default`` is used unless another is asked for.
         recipe: Sizes all methods share on it.
         load: From the codes, the source's first, and the side of the images to the domains.
+        places: From codes to the folders or zips that ``load`` reads; None: it makes its images.
         values: Name under which methods keep their values for the stream; its own if empty.
         needs_order: Whether an order must be asked for, because there is no natural one.
         unlabelled: Codes of domains that are read without labels, whatever folders they have.
@@ -83,6 +84,7 @@ class StreamSpec:
     orders: Mapping[str, tuple[str, ...]]
     recipe: Recipe
     load: Callable[[Sequence[str], int, DataOptions], list[LoadedDomain]]
+    places: Callable[[Sequence[str], DataOptions], Mapping[str, Path]] | None = None
     values: str = ""
     needs_order: bool = False
     unlabelled: frozenset[str] = frozenset()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data.made_images import encoded, picture, png, put, real_data, small_domain, zipped
+from data.made_images import closed, encoded, picture, png, put, real_data, small_domain, zipped
 from helpers import files_of, ratp
 from ratp.data.manifest_file import manifest_from_json
 
@@ -96,6 +96,40 @@ class TestReport:
         assert (ratp("data", "check", "-q").out, ratp("data", "check", "-q").err) == ("", "")
         assert ratp("data", "check").err == "checking images: 12 images\n"
 
+    def test_a_folder_that_cannot_be_read_hides_no_domain(self, monkeypatch):
+        for name in ("day", "rain", "fog"):
+            put(Path("pics", name), small_domain())
+        closed(monkeypatch, "fog")
+        result = ratp("data", "check", "pics")
+        assert result.code == 1
+        lines = result.out.splitlines()
+        assert {"  day: 6 images, 2 classes", "  rain: 6 images, 2 classes", "  fog: cannot be read"} <= {*lines}
+        assert "    cannot read the folder pics/fog: Permission denied." in lines
+
+    def test_a_class_that_cannot_be_read_is_named(self, monkeypatch):
+        put(Path("pics"), small_domain(("cat", "cow", "dog")))
+        closed(monkeypatch, "cow")
+        result = ratp("data", "check", "pics")
+        assert result.code == 1
+        assert "    cow: is a folder that cannot be read: Permission denied" in result.out.splitlines()
+
+    def test_classes_with_folders_are_classes(self):
+        """As they are for ``ratp run``."""
+        names = ["dog/2024/1.png", "dog/2025/2.png", "guitar/3.png", "house/4.png"]
+        put(Path("pics"), {name: png(k) for k, name in enumerate(names)})
+        lines = ratp("data", "check", "pics").out.splitlines()
+        assert lines[:2] == ["pics: 4 images, 3 classes", "  images a class: dog 2, guitar 1, house 1"]
+        assert "folders within a class belong to it: 'dog/2024', 'dog/2025'." in " ".join(" ".join(lines).split())
+
+    def test_what_may_be_meant_as_an_image_is_told(self):
+        put(Path("pics"), {**small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
+        result = ratp("data", "check", "pics")
+        assert result.code == 0
+        told = "2 files are passed over, as ratp does not read them: .heic (2)."
+        assert told in " ".join(result.out.split())
+        (domain,) = json.loads(ratp("data", "check", "pics", "--json").out)["sets"][0]["domains"]
+        assert domain["passed_over"] == ["cat/1.heic", "dog/2.HEIC"]
+
 
 class TestDamage:
     @pytest.fixture
@@ -164,6 +198,7 @@ def test_manifests_are_written(data):
         (["gone", "empty", "lost.zip"], ["gone does not exist", "empty holds no domains", "lost.zip does not exist"]),
         (["pets", "--workers", "0"], ["at least one process"]),
         (["pets", "--out", "no/such/file.json"], ["cannot write no/such/file.json"]),
+        (["pets", "--out", "empty"], ["cannot write empty: it is a folder"]),
     ],
 )
 def test_what_makes_no_sense(words, told):

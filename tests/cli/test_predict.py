@@ -140,6 +140,87 @@ class TestOutput:
         monkeypatch.setattr("helpers.io.StringIO", Terminal)
         assert "\x1b[31m" not in worked(ratp("predict", run, name)).out
 
+    def test_bytes_that_are_no_text_are_told_apart_wherever_they_are_written(self, run):
+        put(Path("odd"), {os.fsdecode(byte + b".png"): encoded(picture(0, 9)) for byte in (b"\xfe", b"\xff")})
+        worked(ratp("predict", run, "odd", "--out", "found.csv"))
+        shown = ascii(worked(ratp("predict", run, "odd")).out)
+        assert shown == ascii(Path("found.csv").read_text(encoding="utf-8"))
+        assert r"odd/\\udcfe.png" in shown and r"odd/\\udcff.png" in shown
+        Path("odd", os.fsdecode(b"\xfd.png")).touch()
+        assert r"odd/\\udcfd.png: empty" in ascii(ratp("predict", run, "odd").err)
+
+    def test_files_that_are_not_read_and_may_be_meant_are_told(self, run):
+        zipped(Path("more.zip"), {"a.png": encoded(picture(0, 9)), "b.avif": b"x"})
+        put(Path("new"), {"1.heic": b"x", "camera": encoded(picture(0, 9)), "notes.txt": b"x", ".DS_Store": b"x"})
+        found = worked(ratp("predict", run, "new", "more.zip", "--quiet"))
+        told = "3 files are passed over, as ratp does not read them: .heic (1), without ending (1), .avif (1)."
+        assert (found.out, found.err.count(told), found.err.count("note:")) == ("", 1, 1)
+        left_out = json.loads(worked(ratp("predict", run, "new", "more.zip", "--json")).out)["left_out"]
+        assert [item["file"] for item in left_out] == ["new/1.heic", "new/camera", "more.zip/b.avif"]
+        assert left_out[0]["reason"] == "passed over, as ratp does not read it: .heic"
+
+
+class TestOut:
+    """Nothing that is read is lost, and only files are replaced."""
+
+    def check(self, out, *told, run, images=("new",)):
+        before = Path(out).read_bytes() if os.path.isfile(out) else None
+        result = ratp("predict", run, *images, "--out", out)
+        refused(result, f"cannot write {out}: ", *told, out="nowhere")
+        assert "decoding" not in result.err
+        assert (Path(out).read_bytes() if os.path.isfile(out) else None) == before
+
+    def test_an_image_that_is_asked_about(self, run):
+        os.link("new/west-3.png", "same.png")
+        Path("link.csv").symlink_to("new/west-3.png")
+        for out in ("new/west-3.png", "same.png", "link.csv"):
+            self.check(out, "it is one of the files given", run=run)
+        zipped(Path("more.zip"), NEW)
+        self.check("more.zip", "it is one of the files given", run=run, images=("new", "more.zip"))
+
+    @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "predictions-new.csv", "predictions-x.csv"])
+    def test_a_file_of_the_run(self, run, name):
+        self.check(run / name, "files of the run run are called so", run=run)
+        Path("link").symlink_to(run)
+        self.check(f"link/{name}", "files of the run run are called so", run=run)
+
+    def test_places_that_cannot_be_written(self, run):
+        self.check("new", "it is a folder", run=run)
+        self.check("no/found.csv", "there is no folder no", run=run)
+        self.check("new/west-3.png/found.csv", "there is no folder", run=run)
+        self.check("x" * 300, "File name too long", run=run)
+
+    def test_a_table_of_before_is_replaced_also_in_the_run(self, run):
+        for _ in range(2):
+            worked(ratp("predict", run, "new", "--out", run / "found.csv"))
+        assert len(rows((run / "found.csv").read_text())) == len(NEW)
+
+    def test_links_lead_on(self, run):
+        Path("kept.csv").write_text("x" * 100_000)
+        Path("link.csv").symlink_to("kept.csv")
+        Path("new.csv").symlink_to("fresh.csv")
+        for out, place in (("link.csv", "kept.csv"), ("new.csv", "fresh.csv")):
+            worked(ratp("predict", run, "new", "--out", out))
+            assert Path(out).is_symlink()
+            assert rows(Path(place).read_text()) == rows((run / "predictions-new.csv").read_text())
+
+    def test_devices_and_pipes_stay_what_they_are(self, run):
+        Path("null").symlink_to("/dev/null")  # nothing but the link is lost if this fails
+        worked(ratp("predict", run, "new", "--out", "null"))
+        assert Path("null").is_symlink() and Path("null").is_char_device()
+        os.mkfifo("pipe")
+        reading = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+        worked(ratp("predict", run, "new/west-3.png", "--out", "pipe"))
+        assert rows(os.read(reading, 10_000).decode())[0][0] == "west-3.png"
+        os.close(reading)
+
+    @pytest.mark.parametrize("out", ["-", "stdout"])
+    def test_standard_output(self, run, out):
+        Path("stdout").symlink_to("/dev/fd/1")  # what /dev/stdout is
+        expected = worked(ratp("predict", run, "new")).out
+        assert worked(ratp("predict", run, "new", "--out", out, "--quiet")).out == expected
+        assert Path("stdout").is_symlink() and not Path("-").exists()
+
 
 class TestBadImages:
     @pytest.fixture(autouse=True)
@@ -160,7 +241,12 @@ class TestBadImages:
 
     def test_not_one_that_can_be_used(self, run):
         result = ratp("predict", run, "new/broken.png", "new/page.jpg", "--on-bad-image", "skip")
-        refused(result, "2 images are given, and not one that can be used", out="found.csv")
+        told = ("2 images, and not one that can be used:\n  new/broken.png: a damaged", "new/page.jpg: a web page")
+        refused(result, *told, out="found.csv")
+
+    def test_the_only_one_cannot_be_used(self, run):
+        result = ratp("predict", run, "new/page.jpg", "--on-bad-image", "skip")
+        refused(result, "asked about 1 image, and it cannot be used:\n  new/page.jpg: a web page", out="found.csv")
 
     def test_no_such_option(self, run):
         refused(ratp("predict", run, "new", "--on-bad-image", "mend"), "--on-bad-image", "skip", out="found.csv")

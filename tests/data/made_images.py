@@ -57,6 +57,18 @@ def raw_png(width: int, height: int, depth: int, colour: int, rows: bytes | None
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, data) for name, data in chunks)
 
 
+def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Has the system keep folders of a name from being read, whoever runs the tests."""
+    scandir = os.scandir
+
+    def refusing(path):
+        if Path(path).name == name:
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+
+
 def put(folder: Path, files: dict[str, bytes]) -> Path:
     for name, data in files.items():
         path = folder / name

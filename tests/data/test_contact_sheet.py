@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from helpers import ratp
 from ratp.data.contact_sheet import contact_sheet
 from ratp.domain import LabelledDomain
 from ratp.errors import RatpError
@@ -109,3 +112,41 @@ def test_mistakes_are_named(tmp_path):
         contact_sheet([plain([RED], [0])], tmp_path / "sheet.png", columns=0)
     with pytest.raises(RatpError, match="cannot write"):
         contact_sheet([plain([RED], [0])], tmp_path / "missing" / "sheet.png")
+
+
+class TestWhatIsThere:
+    """``ratp streams show`` writes over sheets of its own, and over nothing else."""
+
+    @pytest.fixture(autouse=True)
+    def _here(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+
+    def refused(self, *words, told):
+        result = ratp("streams", "show", "demo", *words)
+        assert (result.code, result.out) == (2, "")
+        for text in told:
+            assert text in result.err
+
+    def test_a_sheet_is_replaced(self):
+        for _ in range(2):
+            assert ratp("streams", "show", "demo", "--json").code == 0
+        Path("demo.png").rename("kept.png")
+        Path("demo.png").symlink_to("kept.png")
+        assert ratp("streams", "show", "demo", "--json").code == 0
+        assert Path("demo.png").is_symlink()
+
+    def test_a_picture_is_not(self):
+        Image.new("RGB", (8, 8)).save("demo.png")
+        before = Path("demo.png").read_bytes()
+        for words in ([], ["--out", "demo.png"]):
+            self.refused(*words, told=["cannot write demo.png: it is there already", "Move it away", "--out"])
+        assert Path("demo.png").read_bytes() == before
+
+    def test_another_kind_of_file_is_not(self):
+        Path("notes.txt").write_text("mine")
+        self.refused("--out", "notes.txt", told=["cannot write notes.txt", "a name in .png"])
+        assert Path("notes.txt").read_text() == "mine"
+
+    def test_nor_is_a_folder(self):
+        Path("sheets.png").mkdir()
+        self.refused("--out", "sheets.png", told=["cannot write sheets.png: it is there already", "Move it away"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_images import pixels, png, put, real_data, small_domain, zipped
+from made_images import closed, pixels, png, put, real_data, small_domain, zipped
 from PIL import Image
 
 from ratp import file_lock
@@ -207,7 +207,8 @@ class TestBadImages:
 
     def test_nothing_but_bad_files(self, tmp_path, cache):
         put(tmp_path / "d", {"a/1.png": b"", "a/2.png": b""})
-        with pytest.raises(RatpError, match="2 images and not one that can be used"):
+        told = r"d has 2 images, and not one that can be used:\n  a/1\.png: empty \(0 bytes\)"
+        with pytest.raises(RatpError, match=told):
             open_decoded(tmp_path / "d", 8, cache=cache, on_bad="skip")
 
     def test_a_folder_out_of_reach_stops_too(self, source, cache):
@@ -215,6 +216,15 @@ class TestBadImages:
         with pytest.raises(RatpError, match="elephant: is a link to nothing"):
             open_decoded(source, 8, cache=cache)
         assert open_decoded(source, 8, cache=cache, on_bad="skip").skipped == (("elephant", "is a link to nothing"),)
+
+    @pytest.mark.parametrize("on_bad", ["stop", "skip"])
+    def test_a_folder_that_cannot_be_read_is_never_left_out(self, source, cache, monkeypatch, on_bad):
+        """It is a whole class."""
+        closed(monkeypatch, "dog")
+        with pytest.raises(RatpError, match="dog is a folder that cannot be read: Permission denied") as caught:
+            open_decoded(source, 8, cache=cache, on_bad=on_bad)
+        assert "A whole class may be missing: make what is named readable" in str(caught.value)
+        assert "skip" not in str(caught.value)
 
     def test_what_cannot_be_read_today_is_tried_again_tomorrow(self, source, cache, monkeypatch):
         read = Path.open
@@ -246,6 +256,14 @@ class TestChanges:
         no_reading()
         put(source, {"notes.txt": b""})
         assert open_decoded(source, 8, cache=cache).manifest.ignored == ("notes.txt",)
+
+    def test_what_is_passed_over_is_told_every_time(self, source, cache, no_reading):
+        put(source, {"cat/new.heic": b"", "dog/also.heic": b""})
+        told = f"{source.name}: 2 files are passed over, as ratp does not read them: .heic (2)"
+        (note,) = open_decoded(source, 8, cache=cache).notes
+        assert note.startswith(told)
+        no_reading()
+        assert open_decoded(source, 8, cache=cache).notes == (note,)
 
     def test_folders_whose_files_look_alike_are_not_confused(self, tmp_path, cache):
         """Names, sizes and times agree; only the pixels differ."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from made_images import put, small_domain, zipped
+from made_images import closed, put, small_domain, zipped
 
 from ratp.data.survey import find_domains
+from ratp.data.tree import open_tree
 from ratp.errors import RatpError
 
 
@@ -26,7 +27,10 @@ def layout(root, *names):
         (["1.png", "dog/2.png"], ["."]),
         (["a.zip", "b.ZIP", "notes.txt"], ["a.zip", "b.ZIP"]),
         (["a.zip", "b/cat/1.png", "c/2.png"], ["a.zip", "b", "c"]),
-        (["photo/cat/1.png", "sketch/cat/1.png"], ["photo", "sketch"]),
+        (["photo/cat/1.png", "photo/dog/1.png", "sketch/cat/1.png", "sketch/dog/1.png"], ["photo", "sketch"]),
+        (["day/cat/1.png", "day/dog/1.png", "rain/cat/1.png", "rain/dog/1.png", "new/1.png"], ["day", "new", "rain"]),
+        (["day/cat/1.png", "day/dog/1.png", "day/1.png", "rain/cat/1.png", "rain/dog/1.png"], ["day", "rain"]),
+        (["cat/images/1.png", "dog/images/1.png"], ["."]),
         (["photo/cat/1.png"], ["photo"]),
         (
             ["digits/mnist.zip", "pacs/photo.zip", "pacs/sketch.zip"],
@@ -37,11 +41,53 @@ def layout(root, *names):
         (["set/photo/train/cat/1.png"], ["set/photo"]),
         (["digits/mnist.zip", "downloads/digits/train.zip", "downloads/x/1.png"], ["digits/mnist.zip"]),
         (["digits/mnist.zip", ".hidden/cat/1.png", "__MACOSX/cat/1.png"], ["digits/mnist.zip"]),
-        (["cat/1.png", "dog/black/2.png"], ["cat", "dog"]),
+        (["cat/1.png", "dog/black/2.png"], ["."]),
+        (["cat/1.png", "dog/1.png", "dog/backup.zip"], ["."]),
+        (["new/1.png", "downloads/pets/photo/1.png"], ["new"]),
+        (["cat/1.png", "downloads/1.png"], ["."]),
+        (["cat/1.png", "dog/2024/01/1.png", "dog/2024/02/1.png", "dog/2025/01/1.png", "dog/2025/02/1.png"], ["."]),
+        (["a/x/0/1.png", "a/x/1/1.png", "a/y/0/1.png", "a/y/1/1.png", "b/z.zip"], ["a/x", "a/y", "b/z.zip"]),
+        (
+            [f"{place}/{label}/1.png" for place in ("a/x", "a/y", "b/v", "b/w") for label in "01"],
+            ["a/x", "a/y", "b/v", "b/w"],
+        ),
     ],
 )
 def test_layouts(tmp_path, files, domains):
     layout(tmp_path, *files)
+    assert [os.path.relpath(path, tmp_path) for path in find_domains(tmp_path)] == domains
+
+
+@pytest.mark.parametrize(
+    ("files", "is_one"),
+    [
+        (["dog/2024/1.png", "dog/2025/1.png", "guitar/1.png", "house/1.png"], True),
+        (["day/dog/1.png", "day/cat/1.png", "rain/dog/1.png", "rain/cat/1.png"], False),
+    ],
+)
+def test_a_folder_is_found_as_one_domain_if_it_can_be_read_as_one(tmp_path, files, is_one):
+    layout(tmp_path, *files)
+    assert (find_domains(tmp_path) == (tmp_path,)) == is_one
+    if is_one:
+        assert open_tree(tmp_path).classes == ("dog", "guitar", "house")
+    else:
+        with pytest.raises(RatpError, match="looks like several domains"):
+            open_tree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "domains"),
+    [
+        (["day/cat/1.png", "day/dog/1.png", "rain/cat/1.png", "rain/dog/1.png"], ["closed", "day", "rain"]),
+        (["day/cat/1.png", "day/dog/1.png"], ["closed", "day"]),
+        (["a.zip"], ["a.zip", "closed"]),
+        (["cat/1.png"], ["."]),
+        ([], ["closed"]),
+    ],
+)
+def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path, files, domains, monkeypatch):
+    layout(tmp_path, *files, "closed/cat/1.png")
+    closed(monkeypatch, "closed")
     assert [os.path.relpath(path, tmp_path) for path in find_domains(tmp_path)] == domains
 
 

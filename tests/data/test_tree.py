@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_images import png, put, real_data, small_domain, zipped
+from made_images import closed, png, put, real_data, small_domain, zipped
 
 from ratp.data.archive import ArchiveLimits
 from ratp.data.decode import BadImage
-from ratp.data.tree import identity, open_tree
+from ratp.data.tree import identity, open_tree, remarks_on
 from ratp.errors import RatpError
 
 FILES = small_domain()
@@ -68,6 +68,7 @@ class TestLayout:
 
     def test_images_are_known_by_their_ending_in_any_case(self, tmp_path):
         endings = ["png", "JPG", "jpeg", "WebP", "bmp", "GIF", "tif", "TIFF", "ppm", "pgm"]
+        endings += ["jfif", "JPE", "pjpeg", "mpo", "apng", "pbm", "pnm"]
         tree = open_tree(put(tmp_path, {f"cat/x.{ending}": b"" for ending in endings}))
         assert len(tree.files) == len(endings)
 
@@ -78,6 +79,55 @@ class TestLayout:
         for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
             assert names(tree) == ["cat/1.png"]
             assert tree.ignored == tuple(sorted(others))
+
+    def test_what_may_be_meant_as_an_image_and_is_not_read_is_told_apart(self, tmp_path):
+        meant = ["cat/1.HEIC", "cat/2.avif", "cat/3.jpg_large", "cat/4.tiff64", "cat/raw/5.cr2"]
+        begun = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
+        others = ["labels.csv", "cat/1.jpg.txt", "a.xml", "a.json", "a.md", "LICENSE", "cat/.8", "Thumbs.db", "x.npy"]
+        files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **begun}
+        for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
+            assert names(tree) == ["cat/1.png"]
+            assert tree.passed_over == tuple(sorted([*meant, *begun]))
+            (told,) = remarks_on(tree)
+            assert told.startswith("7 files are passed over, as ratp does not read them: without ending (2), ")
+            assert ".heic (1)" in told
+        files = {"cat/1.png": png(), "cat/2.heic": b""}
+        (told,) = remarks_on(open_tree(put(tmp_path / "one", files)))
+        assert told.startswith("1 file is passed over, as ratp does not read it: .heic (1). ")
+
+    @pytest.mark.parametrize("around", ["", "pics/"])
+    def test_several_domains_are_not_taken_for_one(self, tmp_path, around):
+        """Their names would be the classes."""
+        layout = ["day/cat/1.png", "day/dog/2.png", "rain/cat/3.png", "rain/dog/4.png", "night/5.png"]
+        files = {f"{around}{name}": png() for name in layout}
+        folder = put(tmp_path / "d", files)
+        told = r"looks like several domains, not like one: 'day', 'night', 'rain'; .* in more than one of them\."
+        with pytest.raises(RatpError, match=rf"{told} Give one of them, e\.g\. {folder}/{around}day\."):
+            open_tree(folder)
+        with pytest.raises(RatpError, match=rf"{told} Give one of them in a zip or a folder of its own\."):
+            open_tree(zipped(tmp_path / "d.zip", files))
+        assert open_tree(folder, labelled=False).classes is None
+
+    def test_folders_of_several_sets_are_not_taken_for_one_domain(self, tmp_path):
+        sets = {"digits": ("mnist", "usps"), "pets": ("photo", "sketch")}
+        places = [f"{name}/{domain}/{label}" for name, domains in sets.items() for domain in domains for label in "01"]
+        with pytest.raises(RatpError, match="one: 'digits/mnist', 'digits/usps', 'pets/photo', 'pets/sketch'; folders"):
+            open_tree(put(tmp_path, {f"{place}/1.png": png() for place in places}))
+
+    @pytest.mark.parametrize(
+        ("layout", "told"),
+        [
+            (["cat/images/1.png", "dog/images/2.png"], []),
+            (["cat/siamese/1.png", "cat/persian/2.png", "dog/poodle/3.png"], []),
+            (["cat/2024/1.png", "cat/2025/2.png", "dog/2024/3.png"], []),
+            (["cat/old/1.png", "cat/2.png", "dog/3.png"], []),
+            (["cat/2024/1.png", "cat/2025/2.png", "dog/3.png"], ["to it: 'cat/2024', 'cat/2025'. If 'cat' is"]),
+        ],
+    )
+    def test_other_folders_within_classes_belong_to_them(self, tmp_path, layout, told):
+        tree = open_tree(put(tmp_path, dict.fromkeys(layout, png())))
+        assert tree.classes == ("cat", "dog")
+        assert [words in remark for words, remark in zip(told, remarks_on(tree), strict=True)] == [True] * len(told)
 
     def test_empty_class_folders_are_no_classes(self, tmp_path):
         put(tmp_path, {"cat/1.png": png()})
@@ -191,17 +241,10 @@ class TestOrder:
 class TestOutOfReach:
     def test_an_unreadable_folder_is_named(self, tmp_path, monkeypatch):
         put(tmp_path, FILES)
-        scandir = os.scandir
-
-        def refusing(path):
-            if Path(path).name == "dog":
-                raise PermissionError(13, "Permission denied")
-            return scandir(path)
-
-        monkeypatch.setattr(os, "scandir", refusing)
+        closed(monkeypatch, "dog")
         tree = open_tree(tmp_path)
         assert tree.classes == ("cat",)
-        assert tree.unreadable == (("dog", "cannot be read: Permission denied"),)
+        assert tree.unreadable == (("dog", "is a folder that cannot be read: Permission denied"),)
 
     def test_an_unreadable_domain_is_an_error(self, tmp_path, monkeypatch):
         def refusing(_):

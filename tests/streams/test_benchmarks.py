@@ -52,6 +52,28 @@ class TestOrders:
             assert resolve(RunRequest(spec.name, order=name, weights="none")).order == order
 
 
+class TestWeights:
+    @pytest.fixture(autouse=True)
+    def _no_connection(self, monkeypatch):
+        def find_none(*_):
+            raise RatpError("no connection")
+
+        self.decoded = []
+        monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: self.decoded.append(path))
+        monkeypatch.setattr("ratp.plan.find_weights", find_none)
+
+    def test_those_that_cannot_be_had_are_told_before_images_are_decoded(self):
+        for name in ("photo", "art_painting", "cartoon", "sketch"):
+            put(Path("data/pacs", name), images())
+        refused(ratp("run", "pacs", "--out", "run"), "no connection")
+        assert not self.decoded and not Path("run").exists()
+
+    def test_but_not_before_images_that_are_not_there(self):
+        result = ratp("run", "pacs", "--out", "run")
+        refused(result, "photo, art_painting, cartoon, sketch", "ratp data get pacs")
+        assert "no connection" not in result.err
+
+
 class TestRecipes:
     @pytest.mark.parametrize(
         ("spec", "row"), [(DIGITS, "Digits"), (PACS, "PACS"), (DOMAINNET10, "DomainNet-10")], ids=["d", "p", "n"]

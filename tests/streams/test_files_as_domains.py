@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from data.made_images import closed
 from helpers import CLASSES, journal_of, ratp
 from own_images import config_of, encoded, images, picture, put, refused, run_folders, worked, zipped
 from ratp.domain import LabelledDomain, UnlabelledDomain
@@ -391,6 +392,43 @@ class TestPlaces:
         put(day, {".x.png": b"", "north/.DS_Store": b"x", "north/._0.png": b"x", "__MACOSX/n/0.png": b"x"})
         worked(run_folders(day, put(Path("night"), images(seed=1))))
         assert config_of()["classes"] == sorted(CLASSES)
+
+    def test_files_that_are_not_read_and_may_be_meant_are_told_once(self, day):
+        meant = {"north/1.heic": b"x", "north/2.HEIC": b"x", "south/camera": encoded(picture(0, 5), "JPEG")}
+        put(Path("night"), {**images(seed=1), **meant, "north/0.txt": b"x", "labels.csv": b"x", "Thumbs.db": b"x"})
+        told = "night: 3 files are passed over, as ratp does not read them: .heic (2), without ending (1)"
+        assert worked(run_folders(day, "night")).err.count(told) == 1
+        assert told in config_of()["notes"][0]
+
+    @pytest.mark.parametrize("ending", ["jfif", "jpe", "JPE"])
+    def test_other_endings_of_known_formats_are_read(self, day, ending):
+        files = {name.replace(".jpg", f".{ending}"): data for name, data in images(seed=1, ending="jpg").items()}
+        item = load(day, put(Path("night"), files))[1]
+        assert (len(item.domain), item.notes) == (12, ())
+
+    def test_several_domains_given_as_one_are_refused(self, day):
+        """Or the names of the domains would be the classes."""
+        put(Path("pics/rain"), images(seed=1))
+        put(Path("pics/fog"), images(seed=2))
+        told = ("domain 'pics'", "looks like several domains", "'fog', 'rain'", "Give one of them, e.g. pics/fog")
+        refused(run_folders("pics", day), *told)
+        refused(run_folders(day, "pics"), *told, "--unlabelled")
+
+    def test_folders_within_classes_are_read_with_them_and_told(self, day):
+        for name in ("north", "south"):
+            (day / name).rename(day / f"{name}-2024")
+            (day / name).mkdir()
+            (day / f"{name}-2024").rename(day / name / f"{name}-2024")
+        source = load(day, put(Path("night"), images(seed=1)))[0]
+        assert source.domain.classes == tuple(sorted(CLASSES))
+        assert source.notes[0].startswith("day: folders within a class belong to it: 'north/north-2024', 'south/south")
+
+    @pytest.mark.parametrize("on_bad", ["stop", "skip"])
+    def test_a_class_that_cannot_be_read_stops_the_run(self, day, monkeypatch, on_bad):
+        put(Path("night"), images(seed=1))
+        closed(monkeypatch, "east")
+        more = ("--on-bad-image", on_bad)
+        refused(run_folders(day, "night", more=more), "domain 'day'", "east is a folder that cannot be read", "class")
 
     @pytest.mark.faults(13, "links that lead in circles end")
     def test_links_that_lead_in_circles(self, day):

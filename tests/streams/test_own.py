@@ -72,8 +72,12 @@ class TestPaths:
         assert spread_targets(words.split()) == spread.split()
 
     def test_an_order_may_be_asked_for(self):
-        worked(run("folders", "--source", "day", "--targets", "night", "rain", "--order", "night>day>rain"))
-        assert order() == ["night", "day", "rain"]
+        worked(run("folders", "--source", "day", "--targets", "night", "rain", "--order", "day>rain>night"))
+        assert order() == ["day", "rain", "night"]
+
+    def test_an_order_does_not_make_another_domain_the_source(self):
+        words = ["folders", "--source", "day", "--targets", "night", "rain", "--order", "night>day>rain"]
+        refused(run(*words), "the order begins with 'night', and the source is 'day'")
 
     def test_weights_that_cannot_be_had_are_told_before_images_are_decoded(self, monkeypatch):
         decoded = []
@@ -139,8 +143,8 @@ class TestPaths:
 
     def test_a_comma_in_a_name_can_be_ordered(self):
         put(Path("a, b"), images(seed=7))
-        worked(run("folders", "--source", "day", "--targets", "a, b", "night", "--order", "night > day > a, b"))
-        assert order() == ["night", "day", "a, b"]
+        worked(run("folders", "--source", "day", "--targets", "a, b", "night", "--order", "day > night > a, b"))
+        assert order() == ["day", "night", "a, b"]
 
     def test_text_will_do_from_python(self):
         request = RunRequest("folders", source="day", targets=["night", "rain"], weights="none")
@@ -148,10 +152,10 @@ class TestPaths:
         assert resolve(RunRequest("folders", source="day", targets="night", weights="none")).order == ("day", "night")
 
     def test_another_process_can_be_told_of_them(self):
-        order = ["night", "day"]
-        request = RunRequest("folders", order=order, source=Path("day"), targets=Path("night"), weights="none")
+        order, targets = ["day", "rain", "night"], (Path("night"), Path("rain"))
+        request = RunRequest("folders", order=order, source=Path("day"), targets=targets, weights="none")
         plan = planned(json.loads(json.dumps(described(resolve(request)))))
-        assert (plan.order, plan.request.source, plan.request.targets) == (("night", "day"), "day", ("night",))
+        assert (plan.order, plan.request.source, plan.request.targets) == (tuple(order), "day", ("night", "rain"))
 
     def test_each_request_has_a_folder_of_its_own(self):
         words = ["--method", "source-only", *OPTIONS, "--quiet"]
@@ -363,10 +367,13 @@ class TestFile:
             ('order = ["day"]\n[domains]\nday = "day"\nnight = "night"', ["order must list at least two"]),
             ('order = ["day", 3]\n[domains]\nday = "day"\nnight = "night"', ["order must list"]),
             ('order = ["day", "night"]\ndomains = ["day", "night"]', ["[domains] must name"]),
-            ('order = ["day", "night"]\n[domains]\nday = 1\nnight = "night"', ["[domains] must name"]),
-            ('order = ["day", "night"]\n[domains.day]\npath = "day"\n[domains.night]\n', ["[domains] must name"]),
-            (GOOD.replace('"day"\n', '{ path = "day", unlabelled = 1 }\n'), ["[domains] must name"]),
-            (GOOD.replace('"day"\n', '{ path = "day", label = true }\n'), ["[domains] must name"]),
+            ('order = ["day", "night"]\n[domains]\nday = 1\nnight = "night"', ["'day': its path must be a text"]),
+            ('order = ["day", "night"]\n[domains.day]\npath = "day"\n[domains.night]\n', ["'night': it needs a path"]),
+            (GOOD.replace('"day"\n', '{ path = "day", unlabelled = "yes" }\n'), ["'day': unlabelled must be true or"]),
+            (GOOD.replace('"day"\n', '{ pth = "day" }\n'), ["'day': unknown key 'pth'. Did you mean 'path'?"]),
+            (GOOD.replace('"day"\n', '{ path = "day", label = true }\n'), ["'day': unknown key 'label'"]),
+            (GOOD.replace('"day"\n', "{ path = 1, unlabelled = 2 }\n"), ["got 1", "got 2"]),
+            ('order = ["day", "night"]\n[domains]\nday = { pth = "day" }', ["must name", "unknown key", "'night'"]),
             (f"recipe = 3\n{GOOD}", ["[recipe] must be a table"]),
             (f"name = ' '\n{GOOD}", ["name must be a text"]),
             (GOOD.replace('"day"\n', '""\n'), ["'' is no path"]),

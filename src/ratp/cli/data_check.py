@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from rich.cells import cell_len
 
 from ratp.cli.console import print_json, say, stdout
 from ratp.cli.data_progress import Data, interruptible, shown
+from ratp.cli.output import check_out, write_out
 from ratp.cli.runs import Json, Quiet
 from ratp.data.listing import quoted
 from ratp.data.manifest import Duplicate, Manifest, check_domain, describe, duplicates_between
@@ -21,9 +23,8 @@ from ratp.data.origins import origin_of
 from ratp.data.place import VARIABLE, data_folder
 from ratp.data.published import Step
 from ratp.data.survey import find_domains
-from ratp.data.tree import ImageTree, open_tree
+from ratp.data.tree import ImageTree, open_tree, remarks_on
 from ratp.errors import ConfigError, RatpError
-from ratp.files import write_json
 
 _STEP = Step("images", "images")
 
@@ -68,14 +69,14 @@ def check(
     """Decode every image once, and say what there is and what is wrong with it.
 
     A zip is a domain. A folder is a domain if it holds images, or folders
-    with nothing but images in them: its classes. Any other folder is one of
-    domains, up to two folders deep: one that holds zips, and one whose
-    folders hold folders of images (FOLDER/DOMAIN/CLASS/IMAGE).
+    with images below them: its classes. It is one of domains, up to two
+    folders deep, if it holds zips, or folders that hold folders of the same
+    names (FOLDER/DOMAIN/CLASS/IMAGE).
 
     The exit code is 1 if there is an image or a zip that cannot be used.
     """
-    if out is not None and not out.parent.is_dir():
-        raise RatpError(f"cannot write {out}: there is no folder {out.parent}.")
+    if out is not None:
+        check_out(out)
     with interruptible("Nothing was written; start again to check all."):
         groups = _groups(paths or [], data_folder(data))
         _decode(groups, workers, quiet=quiet or json_)
@@ -145,10 +146,10 @@ def _print(group: Group) -> None:
         _line(str(group.folder), 0, "bold cyan")
         indent = 2
     for tree, manifest in zip(group.trees, group.manifests, strict=True):
-        first, *lines = describe(manifest)
+        first, *lines, last = describe(manifest)
         _line(first, indent, "bold")
         made = [f"{made}, not the published images"] if (made := origin_of(tree.path, manifest)) else []
-        for line in (*made, *lines):
+        for line in (*made, *lines, *remarks_on(tree), last):
             depth = len(line) - len(line.lstrip())
             _line(line.strip(), indent + 2 + depth, "red" if depth else "")
     for path, reason in group.broken:
@@ -222,6 +223,7 @@ def _domain(tree: ImageTree, manifest: Manifest) -> dict[str, Any]:
         "unusable": [{"name": name, "reason": reason} for name, reason in manifest.bad],
         "duplicates": [[file.name for file in group] for group in manifest.duplicates],
         "ignored": manifest.ignored_count,
+        "passed_over": list(tree.passed_over),
         "hash": manifest.hash,
     }
 
@@ -232,4 +234,4 @@ def _write(groups: Sequence[Group], out: Path) -> None:
         for group in groups
         for tree, manifest in zip(group.trees, group.manifests, strict=True)
     ]
-    write_json(out, {"manifests": manifests})
+    write_out(out, json.dumps({"manifests": manifests}, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

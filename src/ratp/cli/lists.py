@@ -179,16 +179,17 @@ def list_streams(context: typer.Context, json_: Json = False) -> None:
 def show_stream(
     name: Annotated[str, typer.Argument(help="Name of the stream, a .toml file or a folder of domains.")],
     order: Annotated[str, typer.Option(help="Domains to show, in their order.")] = "default",
-    out: Annotated[Path | None, typer.Option(help="File to write; default NAME.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="PNG file to write; default NAME.png.")] = None,
     data: Data = None,
     on_bad_image: OnBadImage = "stop",
     json_: Json = False,
 ) -> None:
     """Tell the values of a stream and write a contact sheet: sample images of every domain, class by class."""
-    from ratp.data.contact_sheet import contact_sheet
+    from ratp.data.contact_sheet import check_sheet, contact_sheet
 
     spec = find_stream(name)
     path = out or Path(f"{safe_name(spec.name)}.png")
+    check_sheet(path)
     with decoding(stderr(), quiet=json_) as progress:
         options, problems = data_options(data, on_bad_image, "drop", progress)
         if problems:

@@ -13,12 +13,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from ratp.data.listing import MAX_FILE_BYTES, BadImage, FoundFile, Listing, is_clutter, is_image_name, quoted
+from ratp.data.passed_over import FIRST_BYTES, may_be_image
 from ratp.errors import RatpError
 
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 _UTF8 = 0x800
 _DAMAGE = (
@@ -86,7 +88,19 @@ def list_archive(path: Path, limits: ArchiveLimits | None = None) -> Listing:
         )
     files = sorted(FoundFile(name, info.file_size, info.CRC) for name, info in images.items())
     ignored = sorted(name for name in members if name not in images)
-    return Listing(tuple(files), tuple(ignored), (), _Reader(archive, images).read)
+    passed_over = (name for name in ignored if may_be_image(name, partial(_first_bytes, archive, members[name])))
+    return Listing(tuple(files), tuple(ignored), tuple(passed_over), (), _Reader(archive, images).read)
+
+
+def _first_bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """How a member begins; nothing if it cannot be read."""
+    if info.compress_type not in _PACKED:
+        return b""
+    try:
+        with archive.open(info) as member:
+            return member.read(FIRST_BYTES)
+    except _DAMAGE:
+        return b""
 
 
 def _name(info: zipfile.ZipInfo) -> str:
@@ -156,9 +170,7 @@ def _too_much(images: dict[str, zipfile.ZipInfo], limits: ArchiveLimits) -> Iter
     locked = [name for name, info in images.items() if info.flag_bits & _ENCRYPTED]
     if locked:
         yield f"{len(locked):,} image(s) are encrypted: {quoted(locked)}."
-    foreign = [
-        name for name, info in images.items() if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-    ]
+    foreign = [name for name, info in images.items() if info.compress_type not in _PACKED]
     if foreign:
         yield f"{len(foreign):,} image(s) are packed in a way other than 'store' and 'deflate': {quoted(foreign)}."
     large = [name for name, info in images.items() if info.file_size > limits.file_bytes]

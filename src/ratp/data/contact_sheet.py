@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ _GAP = 3
 _MARGIN = 32
 _TITLE = 22
 _TEXT = 14
+_MARK = ("Software", "ratp streams show")  # a text in the file, by which it is known again
+_HEAD = 256  # bytes of a file that it stands in
 
 
 def contact_sheet(
@@ -44,6 +47,7 @@ def contact_sheet(
         RatpError: If there is nothing to show or the file cannot be written.
     """
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     if not domains:
         raise RatpError("a contact sheet needs at least one domain.")
@@ -58,9 +62,34 @@ def contact_sheet(
     for k, block in enumerate(blocks):
         y, x = divmod(k, across)
         sheet.paste(block, (_MARGIN + x * (width + _MARGIN), _MARGIN + y * (height + _MARGIN)))
-    file = io.BytesIO()
-    sheet.save(file, "PNG")
-    write_bytes(path, file.getvalue())
+    file, about = io.BytesIO(), PngInfo()
+    about.add_text(*_MARK)
+    sheet.save(file, "PNG", pnginfo=about)
+    write_bytes(Path(os.path.realpath(path)), file.getvalue())
+
+
+def check_sheet(path: Path) -> None:
+    """Refuses a path that is no name for a contact sheet, or that of a file which is none.
+
+    Raises:
+        RatpError: With what to do.
+    """
+    if path.suffix.lower() != ".png":
+        raise RatpError(f"cannot write {path}: a contact sheet is a PNG image. Choose a name in .png with --out.")
+    if path.exists() and not _is_sheet(path):
+        raise RatpError(
+            f"cannot write {path}: it is there already, and no contact sheet written by ratp. Move it away, or choose "
+            "another name with --out."
+        )
+
+
+def _is_sheet(path: Path) -> bool:
+    """Whether a file begins like those written here."""
+    try:
+        with path.open("rb") as file:
+            return "\0".join(_MARK).encode() in file.read(_HEAD)
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,17 @@ from torch import Tensor
 from ratp.data.cache import cache_folder
 from ratp.data.decoded_cache import Slot
 from ratp.data.image_file import close_gaps, flushed_meanwhile, free_memory, map_images, memory_file
-from ratp.data.listing import Unreadable
-from ratp.data.manifest import Manifest, describe_left_out, describe_refused, make_manifest, renewed
+from ratp.data.listing import Unreadable, UnreadableFolder, escaped
+from ratp.data.manifest import (
+    Manifest,
+    describe_left_out,
+    describe_refused,
+    describe_useless,
+    make_manifest,
+    renewed,
+)
 from ratp.data.parallel import Progress, decode_all
-from ratp.data.tree import ImageTree, identity, open_tree
+from ratp.data.tree import ImageTree, identity, open_tree, remarks_on
 from ratp.environment import package_version
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 
@@ -82,13 +89,15 @@ def open_decoded(
         progress: Called with the number of files decoded and that of all; not called if the images are cached.
 
     Raises:
-        RatpError: If the domain cannot be read, has bad files and ``on_bad`` is ``"stop"``, has no usable image,
-            or fits neither into the cache nor into memory.
+        RatpError: If the domain cannot be read in full, has bad files and ``on_bad`` is ``"stop"``, has no usable
+            image, or fits neither into the cache nor into memory.
     """
     if on_bad not in get_args(OnBad):
         raise ConfigError(unknown("way to deal with bad images", on_bad, get_args(OnBad)))
     height, width = _checked(size)
-    job = _Job(open_tree(path, labelled=labelled), height, width, on_bad, labelled, workers, progress)
+    tree = open_tree(path, labelled=labelled)
+    _refuse_closed_folders(tree)
+    job = _Job(tree, height, width, on_bad, labelled, workers, progress)
     notes: tuple[str, ...] = ()
     try:
         slot = Slot.of(_folder(cache), job.key(), height, width)
@@ -106,13 +115,24 @@ def _checked(size: int | tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
+def _refuse_closed_folders(tree: ImageTree) -> None:
+    """Stops at folders that cannot be read, bad images or not: a whole class may lie in one."""
+    closed = [item for item in tree.unreadable if isinstance(item, UnreadableFolder)]
+    if closed:
+        which = "\n".join(f"  {escaped(name)} {reason}" for name, reason in closed)
+        raise RatpError(
+            f"{tree.path} cannot be read in full:\n{which}\n"
+            "A whole class may be missing: make what is named readable, or move it out of the domain."
+        )
+
+
 def _domain(tree: ImageTree, images: Tensor, manifest: Manifest, notes: tuple[str, ...]) -> DecodedDomain:
     labels = None
     if tree.classes is not None:
         index = {name: k for k, name in enumerate(tree.classes)}
         labels = torch.tensor([index[file.class_name or ""] for file in manifest.usable])
-    if manifest.bad:
-        notes = (*notes, f"{tree.name}: {describe_left_out(manifest.bad)}")
+    left_out = [describe_left_out(manifest.bad)] if manifest.bad else []
+    notes = (*notes, *(f"{tree.name}: {told}" for told in (*left_out, *remarks_on(tree))))
     return DecodedDomain(tree.name, images, tree.classes, labels, manifest, manifest.bad, notes)
 
 
@@ -224,4 +244,4 @@ class _Job:
         if bad and self.on_bad == "stop":
             raise RatpError(f"{path} has {describe_refused(bad, len(manifest.files))}")
         if not manifest.usable:
-            raise RatpError(f"{path} has {len(manifest.files):,} images and not one that can be used.")
+            raise RatpError(f"{path} has {describe_useless(bad, len(manifest.files))}")

@@ -8,7 +8,17 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ratp.data.listing import MAX_FILE_BYTES, BadImage, FoundFile, Listing, Unreadable, is_clutter, is_image_name
+from ratp.data.listing import (
+    MAX_FILE_BYTES,
+    BadImage,
+    FoundFile,
+    Listing,
+    Unreadable,
+    UnreadableFolder,
+    is_clutter,
+    is_image_name,
+)
+from ratp.data.passed_over import FIRST_BYTES, may_be_image
 from ratp.errors import RatpError
 
 
@@ -31,7 +41,11 @@ def list_folder(root: Path) -> Listing:
     while walk.links:
         walk.enter(heapq.heappop(walk.links))
     return Listing(
-        tuple(sorted(walk.files)), tuple(sorted(walk.ignored)), tuple(sorted(walk.unreadable)), walk.read_file
+        tuple(sorted(walk.files)),
+        tuple(sorted(walk.ignored)),
+        tuple(sorted(walk.passed_over)),
+        tuple(sorted(walk.unreadable)),
+        walk.read_file,
     )
 
 
@@ -40,6 +54,7 @@ class _Walk:
     root: Path
     files: list[FoundFile] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     links: list[str] = field(default_factory=list)
     entered: set[tuple[int, int]] = field(default_factory=set)
@@ -54,7 +69,8 @@ class _Walk:
                     with os.scandir(self.root / folder) as entries:
                         pending += [sub for entry in entries if (sub := self._visit(folder, entry)) is not None]
             except OSError as error:
-                self.unreadable.append(Unreadable(folder, f"cannot be read: {error.strerror or error}"))
+                reason = f"is a folder that cannot be read: {error.strerror or error}"
+                self.unreadable.append(UnreadableFolder(folder, reason))
 
     def _is_new(self, folder: str) -> bool:
         about = (self.root / folder).stat()
@@ -83,6 +99,8 @@ class _Walk:
             heapq.heappush(self.links, name)
         elif not is_image_name(name):
             self.ignored.append(name)
+            if stat.S_ISREG(about.st_mode) and may_be_image(name, lambda: _first_bytes(self.root / name)):
+                self.passed_over.append(name)
         elif stat.S_ISREG(about.st_mode):
             self.files.append(FoundFile(name, about.st_size, about.st_mtime_ns))
         else:
@@ -92,6 +110,15 @@ class _Walk:
     def read_file(self, name: str) -> bytes:
         """The bytes of a file below the folder."""
         return read_file(self.root / name)
+
+
+def _first_bytes(path: Path) -> bytes:
+    """How a file begins; nothing if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(FIRST_BYTES)
+    except OSError:
+        return b""
 
 
 def read_file(path: Path) -> bytes:

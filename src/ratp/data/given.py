@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +47,7 @@ def given_images(paths: Sequence[Path]) -> ImageTree:
         ConfigError: With every path that leads to no image.
     """
     files: list[ImageFile] = []
+    passed_over: list[str] = []
     unreadable: list[Unreadable] = []
     readers: dict[str, tuple[Callable[[str], bytes], str]] = {}
     problems: list[str] = [] if paths else ["no images are given: name files, folders or zips."]
@@ -58,6 +61,7 @@ def given_images(paths: Sequence[Path]) -> ImageTree:
             full = str(path / name)
             files.append(ImageFile(full, None, size, stamp, full))
             readers[full] = listing.read, name
+        passed_over += [str(path / name) for name in listing.passed_over]
         unreadable += [Unreadable(str(path / name), reason) for name, reason in listing.unreadable]
     if problems:
         raise ConfigError(problems)
@@ -66,7 +70,20 @@ def given_images(paths: Sequence[Path]) -> ImageTree:
         reader, name = readers[place]
         return reader(name)
 
-    return ImageTree(paths[0], paths[0].name, None, tuple(files), (), tuple(unreadable), _read=read)
+    return ImageTree(paths[0], paths[0].name, None, tuple(files), (), tuple(passed_over), tuple(unreadable), _read=read)
+
+
+def is_given(path: Path, paths: Iterable[Path]) -> bool:
+    """Whether a file is one of those that paths lead to: one of them, or an image in one that is a folder."""
+    if not path.is_file():
+        return False
+    about = path.stat()
+    for given in paths:
+        for place in (given / file.name for file in list_folder(given).files) if given.is_dir() else (given,):
+            with suppress(OSError):
+                if os.path.samestat(place.stat(), about):
+                    return True
+    return False
 
 
 def decode_part(
@@ -119,7 +136,7 @@ def _listing(path: Path) -> Listing:
         raise RatpError(f"{path} is a pipe or a device, not a file. Name files, folders or zips of images.")
     if not is_folder and path.suffix.lower() != ".zip":
         alone = FoundFile("", about.st_size, about.st_mtime_ns)
-        return Listing((alone,), (), (), lambda name: read_file(path / name))
+        return Listing((alone,), (), (), (), lambda name: read_file(path / name))
     listing = list_folder(path) if is_folder else list_archive(path)
     if not listing.files:
         told = [f"{path} has no images: none with one of the endings {' '.join(sorted(IMAGE_ENDINGS))}."]

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 from ratp.errors import RatpError
 
-IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+# Endings of the formats that are decoded, in all their spellings.
+IMAGE_ENDINGS = frozenset(
+    {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".pjpeg", ".pjp", ".mpo", ".webp", ".bmp", ".gif"}
+    | {".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"}
+)
 MAX_FILE_BYTES = 512 * 2**20  # of one image: what a hundred million pixels need in any usual format
 _NAMED = 5  # names a message gives
 _CLUTTER = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
@@ -43,31 +47,49 @@ class Unreadable(NamedTuple):
     reason: str
 
 
+class UnreadableFolder(Unreadable):
+    """A folder that could not be looked into: whatever lies in it is missing."""
+
+    __slots__ = ()
+
+
 class Listing(NamedTuple):
     """Files of a folder or an archive.
 
     Attributes:
         files: Images by their ending, sorted by name.
         ignored: Names of other files, and of links to folders that are listed already.
+        passed_over: Those of them that may be meant as images.
         unreadable: Folders and links that could not be followed.
         read: From the name of a file to its bytes; raises BadImage.
     """
 
     files: tuple[FoundFile, ...]
     ignored: tuple[str, ...]
+    passed_over: tuple[str, ...]
     unreadable: tuple[Unreadable, ...]
     read: Callable[[str], bytes]
 
 
+def ending_of(name: str) -> str:
+    """How the name of a file ends, from its last dot on and in lower case; empty if it has none."""
+    _, dot, ending = name.rpartition("/")[2].rpartition(".")
+    return dot and dot + ending.lower()
+
+
 def is_image_name(name: str) -> bool:
     """Whether the name ends like that of an image, in any case."""
-    _, dot, ending = name.rpartition(".")
-    return dot + ending.lower() in IMAGE_ENDINGS
+    return ending_of(name) in IMAGE_ENDINGS
 
 
 def is_clutter(part: str) -> bool:
     """Whether a file or folder of that name is hidden or left behind by a desktop."""
     return part.startswith(".") or part.lower() in _CLUTTER
+
+
+def escaped(text: str, encoding: str = "utf-8") -> str:
+    """The text with escapes for what an encoding does not have, such as bytes of a file's name that are no Unicode."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def quoted(names: Sequence[str]) -> str:

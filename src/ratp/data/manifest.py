@@ -11,7 +11,7 @@ from functools import cached_property
 from statistics import median_low
 from typing import NamedTuple
 
-from ratp.data.listing import Unreadable, quoted
+from ratp.data.listing import Unreadable, escaped, quoted
 from ratp.data.parallel import Progress, decode_all
 from ratp.data.tree import ImageTree
 from ratp.data.worker import Outcome
@@ -234,7 +234,13 @@ def describe_left_out(bad: Sequence[Unreadable]) -> str:
     return "\n".join((f"left out {which}:", *_listed(bad)))
 
 
+def describe_useless(bad: Sequence[Unreadable], count: int) -> str:
+    """That ``count`` images are all bad, with their reasons."""
+    told = "1 image, and it cannot be used" if count == 1 else f"{count:,} images, and not one that can be used"
+    return "\n".join((f"{told}:", *_listed(bad)))
+
+
 def _listed(bad: Sequence[Unreadable]) -> list[str]:
     """The first bad files with their reasons, a line each."""
-    lines = [f"  {name}: {reason}" for name, reason in bad[:_NAMED]]
+    lines = [f"  {escaped(name)}: {reason}" for name, reason in bad[:_NAMED]]
     return lines if len(bad) <= _NAMED else [*lines, f"  and {len(bad) - _NAMED:,} more"]

@@ -15,8 +15,12 @@ from typing import NamedTuple
 
 from ratp.data.archive import ArchiveLimits, list_archive
 from ratp.data.folder import list_folder
+from ratp.data.layout import domains_among, inside, places_of
 from ratp.data.listing import IMAGE_ENDINGS, BadImage, FoundFile, Listing, Unreadable, quoted
+from ratp.data.passed_over import describe_passed_over
 from ratp.errors import RatpError
+
+_ANY_FOLDERS = "A domain without labels may have any folders if it is called so: --unlabelled."
 
 
 class ImageFile(NamedTuple):
@@ -47,6 +51,7 @@ class ImageTree:
         classes: Names of the classes that have images, sorted; None if the domain is flat.
         files: The images, sorted by name.
         ignored: Names of files that are no images by their ending, sorted.
+        passed_over: Those of them that may be meant as images.
         unreadable: Folders and links that could not be followed, each with the reason.
     """
 
@@ -55,6 +60,7 @@ class ImageTree:
     classes: tuple[str, ...] | None
     files: tuple[ImageFile, ...]
     ignored: tuple[str, ...]
+    passed_over: tuple[str, ...]
     unreadable: tuple[Unreadable, ...]
     _read: Callable[[str], bytes] = field(repr=False)
 
@@ -80,7 +86,7 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool
 
     Recognised are ``class/image`` and, for a domain without labels, images only. Everything may lie in one more
     folder, as in an archive of a folder; a single folder of images counts as that if it has the domain's name,
-    else as a class. Folders within a class belong to the class.
+    else as a class. Folders within a class belong to the class, unless :mod:`ratp.data.layout` takes it for a domain.
 
     Args:
         path: A folder or a ``.zip``.
@@ -88,8 +94,8 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool
         labelled: Whether folders are classes. If not, the domain is flat, however deep its images lie.
 
     Raises:
-        RatpError: If there is no such folder or archive, it is damaged or refused, has no images, or has images
-            both beside and in class folders.
+        RatpError: If there is no such folder or archive, it is damaged or refused, has no images, has images both
+            beside and in class folders, or is one of domains.
     """
     try:
         mode = path.stat().st_mode
@@ -108,8 +114,11 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool
     if not listing.files:
         raise RatpError(_nothing_in(path, listing))
     files = _laid_out(path, name, listing.files, labelled=labelled)
+    if labelled:
+        _refuse_domains(path, files)
     classes = sorted({file.class_name for file in files if file.class_name is not None})
-    return ImageTree(path, name, tuple(classes) or None, files, listing.ignored, listing.unreadable, _read=listing.read)
+    about = (listing.ignored, listing.passed_over, listing.unreadable)
+    return ImageTree(path, name, tuple(classes) or None, files, *about, _read=listing.read)
 
 
 def _laid_out(path: Path, domain: str, found: tuple[FoundFile, ...], *, labelled: bool) -> tuple[ImageFile, ...]:
@@ -125,10 +134,38 @@ def _laid_out(path: Path, domain: str, found: tuple[FoundFile, ...], *, labelled
         classes = sorted({file.class_name for file in files if file.class_name is not None})
         raise RatpError(
             f"{path} has images both beside and in class folders: {quoted(beside)}, and folders {quoted(classes)}. "
-            "Put every image into the folder of its class. A domain without labels may have any folders if it is "
-            "called so: --unlabelled."
+            f"Put every image into the folder of its class. {_ANY_FOLDERS}"
         )
     return tuple(files)
+
+
+def _refuse_domains(path: Path, files: tuple[ImageFile, ...]) -> None:
+    domains = ["/".join(parts) for parts in domains_among(places_of(file.name for file in files))]
+    if domains:
+        place = next(file.place.removesuffix(file.name) for file in files) + domains[0]
+        one = f"one of them, e.g. {path / place}" if path.is_dir() else "one of them in a zip or a folder of its own"
+        raise RatpError(
+            f"{path} looks like several domains, not like one: {quoted(domains)}; folders of the same names lie in "
+            f"more than one of them. Give {one}. If they are classes, put the images of each into its folder, without "
+            f"folders between. {_ANY_FOLDERS}"
+        )
+
+
+def remarks_on(tree: ImageTree) -> list[str]:
+    """What may have been meant otherwise than it is read: files passed over, and classes that look like domains.
+
+    The latter have folders of images and no images of their own, beside classes that have some.
+    """
+    told = [describe_passed_over(tree.passed_over)] if tree.passed_over else []
+    held = inside(places_of(file.name for file in tree.files if file.class_name is not None))
+    nested = {name: inside(within) for name, within in held.items() if () not in within}
+    if nested and len(nested) < len(held):
+        folders = quoted([f"{name}/{folder}" for name, below in nested.items() for folder in below])
+        told.append(
+            f"folders within a class belong to it: {folders}. If {next(iter(nested))!r} is no class but a domain, give "
+            "every domain by itself."
+        )
+    return told
 
 
 def _wrapper(domain: str, found: tuple[FoundFile, ...]) -> int:

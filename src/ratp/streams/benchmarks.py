@@ -6,8 +6,8 @@ Sizes follow the published code. Every order of the paper has a name: ``default`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
@@ -21,23 +21,39 @@ from ratp.stream import DataOptions, LoadedDomain, StreamSpec
 from ratp.streams.files import load_domains
 
 
-def _loader(
-    catalogue: str, names: Mapping[str, str]
-) -> Callable[[Sequence[str], int, DataOptions], list[LoadedDomain]]:
-    """What loads a benchmark: from the codes of domains to the files of a data set of the catalogue."""
+@dataclass(frozen=True)
+class _Files:
+    """The files of a benchmark.
 
-    def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
+    Attributes:
+        catalogue: Its data set in the catalogue.
+        names: From the codes of its domains to their names there.
+    """
+
+    catalogue: str
+    names: Mapping[str, str]
+
+    def places(self, codes: Sequence[str], options: DataOptions) -> dict[str, Path]:
         folder = data_folder(Path(options.folder) if options.folder else None)
-        found = find_all(folder, catalogue, [names[code] for code in codes])
+        found = find_all(folder, self.catalogue, [self.names[code] for code in codes])
+        return {code: found[self.names[code]] for code in codes}
+
+    def load(self, codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
         return load_domains(
-            {code: found[names[code]] for code in codes},
+            self.places(codes, options),
             size,
             options,
-            classes=data_set(catalogue).classes,
+            classes=data_set(self.catalogue).classes,
             origin=lambda path, decoded: origin_of(path, decoded.manifest),
         )
 
-    return load
+
+_DIGITS = _Files("digits", {"MT": "mnist", "MM": "mnist_m", "SN": "svhn", "SD": "syn", "US": "usps"})
+_PACS = _Files("pacs", {"P": "photo", "A": "art_painting", "C": "cartoon", "S": "sketch"})
+_DOMAINNET = _Files(
+    "domainnet",
+    {"Qu": "quickdraw", "Cl": "clipart", "Pa": "painting", "In": "infograph", "Sk": "sketch", "Re": "real"},
+)
 
 
 def _orders(default: str, reverse: str | None, *ten: str) -> dict[str, tuple[str, ...]]:
@@ -71,7 +87,8 @@ DIGITS = StreamSpec(
         "US>SD>SN>MM>MT",
     ),
     recipe=Recipe(),
-    load=_loader("digits", {"MT": "mnist", "MM": "mnist_m", "SN": "svhn", "SD": "syn", "US": "usps"}),
+    load=_DIGITS.load,
+    places=_DIGITS.places,
 )
 
 PACS = StreamSpec(
@@ -103,7 +120,8 @@ PACS = StreamSpec(
         source_transform=OBJECTS,
         target_transform=OBJECTS,
     ),
-    load=_loader("pacs", {"P": "photo", "A": "art_painting", "C": "cartoon", "S": "sketch"}),
+    load=_PACS.load,
+    places=_PACS.places,
 )
 
 DOMAINNET10 = StreamSpec(
@@ -137,15 +155,6 @@ DOMAINNET10 = StreamSpec(
         steps=70,
         target_transform=CROP_FLIP,
     ),
-    load=_loader(
-        "domainnet",
-        {
-            "Qu": "quickdraw",
-            "Cl": "clipart",
-            "Pa": "painting",
-            "In": "infograph",
-            "Sk": "sketch",
-            "Re": "real",
-        },
-    ),
+    load=_DOMAINNET.load,
+    places=_DOMAINNET.places,
 )

@@ -39,6 +39,7 @@ NAME = "folders"
 # Photographs and drawings at 224 pixels, a pretrained ResNet-50: what the paper does on PACS.
 RECIPE = PACS.recipe
 _KEYS = ("name", "order", "domains", "recipe")
+_OF_A_DOMAIN = ("path", "unlabelled")
 
 
 def from_paths(source: Path, targets: Sequence[Path]) -> StreamSpec:
@@ -123,12 +124,13 @@ def from_file(path: Path) -> StreamSpec:
     data = _read(path)
     problems = [unknown(f"key in {path.name}", key, _KEYS) for key in data if key not in _KEYS]
     domains, order, name, recipe = (data.get(key) for key in ("domains", "order", "name", "recipe"))
-    places, unlabelled = _places(domains)
-    if places is None or len(places) < 2:
+    known = domains if isinstance(domains, dict) else {}
+    if len(known) < 2:
         problems.append(
             f"{path.name}: [domains] must name at least two folders or zips, e.g. day = 'pictures/day', or "
             "day = { path = 'pictures/day', unlabelled = true }."
         )
+    places, unlabelled = _places(path.name, known, problems)
     if not isinstance(order, list) or not all(isinstance(item, str) for item in order) or len(order) < 2:
         problems.append(f"{path.name}: order must list at least two domains, the source first, e.g. ['day', 'night'].")
     elif isinstance(domains, dict):
@@ -144,10 +146,8 @@ def from_file(path: Path) -> StreamSpec:
     elif recipe:
         sizes, mistakes = _sizes(recipe)
         problems += [f"{path.name}, [recipe]: {mistake}" for mistake in mistakes]
-    paths = {}
-    if places is not None:
-        paths = {code: _place(path.parent, place, problems) for code, place in places.items()}
-        problems += [f"{path.name}: two domains lie in {place}." for place in _twice(list(paths.values()))]
+    paths = {code: _place(path.parent, place, problems) for code, place in places.items()}
+    problems += [f"{path.name}: two domains lie in {place}." for place in _twice(list(paths.values()))]
     if problems:
         raise ConfigError(problems)
     assert isinstance(order, list)
@@ -192,21 +192,26 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no TOML file: {error}.") from error
 
 
-def _places(domains: Any) -> tuple[dict[str, str] | None, frozenset[str]]:
-    """Where the domains of a file lie, None if it does not say so; and which have no labels."""
-    if not isinstance(domains, dict):
-        return None, frozenset()
+def _places(file: str, domains: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, str], frozenset[str]]:
+    """Where the domains of a file lie, and which have no labels; what is wrong with any, ``problems`` is told."""
     tables = {code: given if isinstance(given, dict) else {"path": given} for code, given in domains.items()}
-    right = all(
-        table.keys() <= {"path", "unlabelled"}
-        and isinstance(table.get("path"), str)
-        and isinstance(table.get("unlabelled", False), bool)
-        for table in tables.values()
-    )
-    if not right:
-        return None, frozenset()
-    bare = frozenset(code for code, table in tables.items() if table.get("unlabelled"))
-    return {code: table["path"] for code, table in tables.items()}, bare
+    wrong = {code: mistakes for code, table in tables.items() if (mistakes := _mistakes(table))}
+    problems += [f"{file}, domain {code!r}: {mistake}" for code, mistakes in wrong.items() for mistake in mistakes]
+    right = {code: table for code, table in tables.items() if code not in wrong}
+    bare = frozenset(code for code, table in right.items() if table.get("unlabelled"))
+    return {code: table["path"] for code, table in right.items()}, bare
+
+
+def _mistakes(table: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the description of a domain."""
+    found = [unknown("key", key, _OF_A_DOMAIN) for key in table if key not in _OF_A_DOMAIN]
+    if "path" not in table and not found:
+        found.append("it needs a path, e.g. path = 'pictures/day'.")
+    if not isinstance(table.get("path", ""), str):
+        found.append(f"its path must be a text, e.g. 'pictures/day', got {table['path']!r}.")
+    if not isinstance(table.get("unlabelled", False), bool):
+        found.append(f"unlabelled must be true or false, without quotes, got {table['unlabelled']!r}.")
+    return found
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -225,8 +230,12 @@ def _spec(
     recipe: Recipe,
     unlabelled: frozenset[str] = frozenset(),
 ) -> StreamSpec:
+    def places(codes: Sequence[str], options: DataOptions) -> dict[str, Path]:
+        del options
+        return {code: paths[code] for code in codes}
+
     def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        return load_domains({code: paths[code] for code in codes}, size, options, unlabelled=unlabelled)
+        return load_domains(places(codes, options), size, options, unlabelled=unlabelled)
 
     return StreamSpec(
         name=name,
@@ -235,6 +244,7 @@ def _spec(
         orders={"default": order or tuple(paths)},
         recipe=recipe,
         load=load,
+        places=places,
         values=NAME,
         unlabelled=unlabelled,
     )
