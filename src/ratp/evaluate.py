@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ratp.contract import called, check_scores
 from ratp.domain import LabelledDomain
 from ratp.errors import TrainingError
 from ratp.method import Method
@@ -45,9 +46,10 @@ def accuracy(method: Method, domain: LabelledDomain) -> float:
     """Accuracy in percent on a labelled domain.
 
     Raises:
-        TrainingError: If predictions are no numbers any more.
+        ContractError: If predictions are of another form.
+        TrainingError: If they are no numbers any more.
     """
-    return _share_right(method.predict(domain.images), domain)
+    return _share_right(method.predict(domain.images), domain, called(method, "predict"))
 
 
 def accuracy_as(method: Method, domain: LabelledDomain, stage: int) -> float | None:
@@ -57,13 +59,15 @@ def accuracy_as(method: Method, domain: LabelledDomain, stage: int) -> float | N
         The accuracy; None: to know the domain makes no difference to the method.
 
     Raises:
-        TrainingError: If predictions are no numbers any more.
+        ContractError: If predictions are of another form.
+        TrainingError: If they are no numbers any more.
     """
     logits = method.predict_as(domain.images, stage)
-    return None if logits is None else _share_right(logits, domain)
+    return None if logits is None else _share_right(logits, domain, called(method, "predict_as"))
 
 
-def _share_right(logits: Tensor, domain: LabelledDomain) -> float:
+def _share_right(logits: Tensor, domain: LabelledDomain, giver: str) -> float:
+    check_scores(logits, len(domain), len(domain.classes), giver)
     right = (logits.argmax(dim=1) == domain.labels.to(logits.device)).sum()
     # one number comes back from the device
     count = int(right.where(logits.isfinite().all(), -1))

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from ratp.contract import called, check_phases, check_state
 from ratp.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
 from ratp.network import Network
@@ -34,6 +35,13 @@ from ratp.source_models import SourceModels
 from ratp.weights import Weights, load_backbone
 
 Statistics = Literal["running", "batch"]
+
+_CHECKS: Mapping[str, Callable[[object, str], None]] = {
+    "source_phases": check_phases,
+    "target_phases": check_phases,
+    "told_phases": check_phases,
+    "state": check_state,
+}
 
 
 @dataclass(frozen=True)
@@ -116,11 +124,17 @@ class Method(ABC):
     _knows_source = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Has every method remember that it was shown the source, or given the state of one that was."""
+        """Has every method remember that it was shown the source, or given the state of one that was.
+
+        Phases and state are looked at whenever it gives them.
+        """
         super().__init_subclass__(**keywords)
         for name in ("source_phases", "load_state"):
             if name in vars(cls):
                 setattr(cls, name, _remembered(vars(cls)[name]))
+        for name, check in _CHECKS.items():
+            if name in vars(cls):
+                setattr(cls, name, _checked(name, vars(cls)[name], check))
 
     @abstractmethod
     def __init__(self, setting: Setting, config: Any) -> None:
@@ -212,6 +226,16 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Method, *arguments: Any, **keywords: Any) -> Any:
         result = function(self, *arguments, **keywords)
         self._knows_source = True
+        return result
+
+    return call
+
+
+def _checked(name: str, function: Callable[..., Any], check: Callable[[object, str], None]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(self: Method, *arguments: Any, **keywords: Any) -> Any:
+        result = function(self, *arguments, **keywords)
+        check(result, called(self, name))
         return result
 
     return call

@@ -149,6 +149,10 @@ class Network(nn.Module):
             self.to(memory_format=torch.channels_last)
         return self
 
+    def laid_out(self, images: Tensor) -> Tensor:
+        """Images, or what layers make of them, in the layout of this network's weights."""
+        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images
+
     def forward(self, images: Tensor) -> Output:
         """Embedding and logits of normalised images."""
         embedding = self.bottleneck(self.features(images))
@@ -156,8 +160,7 @@ class Network(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """What the feature extractor makes of normalised images, in single precision."""
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
+        images = self.laid_out(images)
         if self.precision != "bf16":
             return cast(Tensor, self.backbone(images))
         # Without autocast's cache of converted weights: a captured step must convert them in every replay.

@@ -175,6 +175,18 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
+def _recorded(record: Mapping[str, float], where: str) -> dict[str, float]:
+    """What there is to record, once all of it is seen to be numbers, as the journal takes them."""
+    wanted = f"{where} must return the numbers to record by name, e.g. {{'lr': 0.1}}, or {{}}"
+    if not isinstance(record, Mapping):
+        raise RatpError(f"{wanted}; got {record!r}.")
+    for name, value in record.items():
+        if not isinstance(name, str) or not isinstance(value, int | float):
+            hint = "; write float(…), or leave it out" if hasattr(value, "__float__") else ""
+            raise RatpError(f"{wanted}; {name!r} is {value!r}{hint}.")
+    return dict(record)
+
+
 class Progress:
     """Where in its phases a training is, with what it has summed up there: all that the loop keeps.
 
@@ -201,7 +213,7 @@ class Progress:
     def begin(self, phase: Phase) -> None:
         """Begins the epoch, unless it has been begun."""
         if not self.begun:
-            self.statistics = phase.begin_epoch(self.epoch)
+            self.statistics = _recorded(phase.begin_epoch(self.epoch), f"begin_epoch of the phase {phase.name!r}")
             self.means.clear()
             self.begun = True
 
@@ -243,6 +255,6 @@ def _train_phase(phase: Phase, capture: bool, progress: Progress) -> Iterator[Ti
                 done = means.steps == phase.steps
                 yield Tick(phase, progress.epoch, means.steps, made, means.reader(), progress.statistics, done)
             progress.next_epoch()
-    record = phase.finish()
+    record = _recorded(phase.finish(), f"finish of the phase {phase.name!r}")
     progress.next_phase()
     yield record

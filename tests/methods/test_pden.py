@@ -210,6 +210,29 @@ class TestStep:
             last = stage.step()["cycle"]
         assert last < first
 
+    def test_the_layout_of_gpus_is_kept_from_layer_to_layer_and_gives_the_same(self):
+        """Each layer that turned images round would cost as much again on a GPU."""
+        made = {}
+        for channels_last in (False, True):
+            method, source, _ = built(**FEW)
+            if channels_last:
+                method.network.to(memory_format=torch.channels_last).channels_last = True
+            layouts = set()
+            for phase in method.source_phases(source)[:3]:  # the last of them with an earlier generator
+                phase.begin_epoch(0)
+                for layer in (*phase.stage._generator.layers, *phase.stage._back.layers):
+                    layer.register_forward_hook(
+                        lambda _, inputs, output, layouts=layouts: layouts.update(
+                            tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (*inputs, output)
+                        )
+                    )
+                phase.step()
+                phase.finish()
+            assert layouts == {channels_last}
+            made[channels_last] = method.state()
+        for name, tensor in made[False].items():
+            torch.testing.assert_close(made[True][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
     def test_recomputing_changes_no_bit(self):
         outcomes = []
         for recompute in (False, True):

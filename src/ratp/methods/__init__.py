@@ -59,10 +59,13 @@ def find_method(name: str) -> type[Method]:
     """The method called ``name``, or the one defined in the Python file ``name``.
 
     Raises:
-        ConfigError: If there is none, with the nearest name.
+        ConfigError: If there is none, with the nearest name; or if one from a file is called as one of ours.
     """
     if name in METHODS:
         return METHODS[name]
     if name.endswith(".py"):
-        return from_file(Path(name))
+        method = from_file(Path(name))
+        if method.name in METHODS:
+            raise ConfigError(f"the method in {name!r} is called {method.name!r}, as one of ratp is: rename it.")
+        return method
     raise ConfigError(unknown("method", name, METHODS) + " Or give the path of a .py file that defines one.")

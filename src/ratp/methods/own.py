@@ -1,4 +1,4 @@
-"""Methods of a user's own, each from one Python file."""
+"""Methods of a user's own, each from one Python file, and what is tried with them that ours are tested for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,35 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from dataclasses import is_dataclass
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from ratp.errors import ConfigError
+import torch
+from torch import Tensor
+
+from ratp.contract import ContractError, called, check_scores
+from ratp.device_copies import with_images_on
+from ratp.domain import LabelledDomain
+from ratp.errors import ConfigError, brief
 from ratp.method import Method
+from ratp.notes import Note
+from ratp.precision import Precision
+from ratp.randomness import Randomness
 
 _MODULE = "ratp_user_method_"
 _DESCRIPTION = ("name", "title", "family", "paper", "config_type")
+# Images that are tried, at most.
+_SOME = 32
+# How far scores may lie apart that were computed in the same way, as a share of the largest.
+_ROUNDING: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-1}
+
+
+class ChanceWarning(Note):
+    """What a method predicts is a matter of chance, so that it cannot be compared."""
 
 
 def from_file(path: Path) -> type[Method]:
@@ -37,6 +57,8 @@ def from_file(path: Path) -> type[Method]:
     lacking = [*(name for name in _DESCRIPTION if not hasattr(method, name)), *sorted(method.__abstractmethods__)]
     if lacking:
         raise ConfigError(f"method {method.__name__} in {str(path)!r} lacks {', '.join(lacking)}.")
+    if not isinstance(method.name, str) or not method.name.strip():
+        raise ConfigError(f"method {method.__name__} in {str(path)!r} needs a name, got {method.name!r}.")
     if not is_dataclass(method.config_type):
         raise ConfigError(f"config_type of {method.__name__} in {str(path)!r} must be a dataclass of switches.")
     return method
@@ -60,6 +82,99 @@ def own_traceback(error: Exception) -> str | None:
         part.stack = traceback.StackSummary.from_list([line for line in part.stack if line.filename in files])
         part = part.__cause__ or part.__context__
     return f"the run ended with an error in the file of its method:\n{''.join(told.format()).rstrip()}"
+
+
+def rehearse(method: Method, source: LabelledDomain, device: torch.device, *, told: bool) -> None:
+    """Asks a method for all that it can give before training, so that mistakes are told then.
+
+    What it cannot give as long as it has learnt nothing is looked at in the run.
+
+    Args:
+        method: Just built, and not to be used afterwards: nobody knows what a user's file changes when it is asked.
+        source: Some of its images are shown, as a target too.
+        device: What it computes on.
+        told: Whether it is told the labels of targets.
+
+    Raises:
+        ContractError: If it gives something else than is asked of every method.
+    """
+    some = torch.arange(min(len(source), _SOME))
+    domain = with_images_on(replace(source.subset(some), name="rehearsal"), device)
+    questions: tuple[Callable[[], object], ...] = (
+        lambda: _scores(method, source),
+        method.state,
+        lambda: method.source_phases(domain),
+        lambda: method.told_phases(domain) if told else method.target_phases(domain.unlabelled()),
+    )
+    with _chance_put_back(device):
+        for ask in questions:
+            try:
+                ask()
+            except Exception as error:
+                if isinstance(error, ContractError):
+                    raise
+
+
+def check_kept(
+    method: Method, build: Callable[[], Method], source: LabelledDomain, device: torch.device, precision: Precision
+) -> None:
+    """Refuses a method that predicts something else once it is built anew and has taken back its state.
+
+    The method itself is asked for its state and to predict once, which changes nothing.
+
+    Args:
+        method: After a stage.
+        build: Builds another one.
+        source: Some of its images are predicted.
+        device: What is computed on.
+        precision: How exactly.
+
+    Raises:
+        ContractError: If so.
+    """
+    with torch.no_grad(), _chance_put_back(device):
+        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in method.state().items()}
+        trained = _scores(method, source)
+        if not trained.isfinite().all():  # who measures it will tell
+            return
+        asked = "load_state"
+        try:
+            another = build()
+            another.load_state(kept)
+            asked = "predict"
+            first, second = _scores(another, source), _scores(another, source)
+        except torch.OutOfMemoryError:  # there is room for one, which is all that a run needs
+            return
+        except Exception as error:
+            raise _not_kept(method, f"{asked} fails with {type(error).__name__}: {brief(error)}") from error
+    rounding = _ROUNDING[precision] * trained.abs().max().item()
+    if not torch.allclose(first, second, rtol=0, atol=rounding, equal_nan=True):
+        told = "says something else of the same images each time, so it is unknown whether state holds all it needs"
+        warnings.warn(f"{called(method, 'predict')} {told}", ChanceWarning, stacklevel=3)
+    elif not torch.allclose(trained, first, rtol=0, atol=rounding):
+        raise _not_kept(method, "predict says something else of the same images")
+
+
+def _not_kept(method: Method, what: str) -> ContractError:
+    return ContractError(
+        f"{called(method, 'state')} does not hold all that predict needs: in a method built anew and given that state, "
+        f"{what}. Neither `ratp predict` nor a run that goes on would give this result. Let state return all that "
+        "predict uses, and load_state take it back."
+    )
+
+
+def _scores(method: Method, source: LabelledDomain) -> Tensor:
+    images = source.images[:_SOME].clone()
+    scores = method.predict(images)
+    check_scores(scores, len(images), len(source.classes), called(method, "predict"))
+    return scores.float().cpu()
+
+
+@contextmanager
+def _chance_put_back(device: torch.device) -> Iterator[None]:
+    """Leaves torch's own generators as they were: layers of a user's method may draw from them while it trains."""
+    with Randomness(0).scope("trial"), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 def _loaded(path: Path) -> ModuleType:

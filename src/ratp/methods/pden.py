@@ -176,6 +176,8 @@ class PDENStage(PseudoLabelPhase):
             with setting.randomness.scope("generators", self._number, stretch.generator):
                 self._generator, self._back = ImageGenerator(), ImageGenerator(noisy=False)
             learning = [module.to(setting.device) for module in (self._generator, self._back)]
+            if self.network.channels_last:  # as the images come: nothing is turned round between layers
+                learning = [module.to(memory_format=torch.channels_last) for module in learning]
             self._adam = Adam([p for module in learning for p in module.parameters()], self._config.generator_lr)
             finished = self._pden.generators
             self._pool = GeneratorPool(finished) if finished else None
@@ -190,10 +192,11 @@ class PDENStage(PseudoLabelPhase):
     def step(self) -> dict[str, Tensor]:
         """One update of the network, and one of the generator if it learns."""
         batch = self.batches.draw(self.batch)
-        clean = batch.images * self._std + self._mean
+        images = self.network.laid_out(batch.images)
+        clean = images * self._std + self._mean
         self.network.train()
         made = self._generate(clean)
-        others = [batch.images, *(self._normalised(view) for view in self._earlier(clean))]
+        others = [images, *(self._normalised(view) for view in self._earlier(clean))]
         terms = self._learn(self._normalised(made.detach()), others, batch.labels)
         return terms | (self._expand(made, clean, others, batch.labels) if self._learns else {})
 

@@ -187,6 +187,7 @@ class RaTP(NetworkMethod):
         super().load_state(state)
         parts = unpack(state)
         self.randmix.load_state(parts["randmix"])
+        self.old = None
         if "old" in parts:
             self.old = self.network.frozen_copy()
             self.old.load_state_dict(parts["old"])
