@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import ratp.midstage as midstage
 from helpers import QUICK, journal_of, same_tensors, tensors_of, toy_plan
@@ -12,7 +15,7 @@ from ratp.events import StageStarted, Trained
 from ratp.files import read_tensors, write_tensors
 from ratp.methods import METHODS
 from ratp.midstage import BEFORE, LATEST
-from ratp.run import Run
+from ratp.run import CheckpointWarning, Run
 
 SIZES = {"epochs": 2, "steps": 3}
 
@@ -151,7 +154,21 @@ class TestFiles:
         changes[0]["parts"]["['phases']"]["parts"]["[0]"]["parts"][".nonsense"] = {"object": "os", "parts": {}}
         about["changes"] = json.dumps(changes, sort_keys=True)
         write_tensors(stopped / LATEST, tensors, about)
-        assert go_on(Run(plan_of(), stopped)) == 2
+        with pytest.warns(CheckpointWarning, match=r"within stage 1 \(mud\) is passed over.*nonsense"):
+            assert go_on(Run(plan_of(), stopped)) == 2
+        assert_same(whole("ratp")[0], stopped)
+
+    def test_those_of_a_gpu_are_passed_over_on_a_machine_without_one(self, stopped, whole, monkeypatch):
+        """A PyTorch without CUDA raises an error of its own wherever it is asked about GPUs."""
+        for name in (LATEST, BEFORE):
+            tensors, about = read_tensors(stopped / name)
+            for number in re.findall(r'"generator": "(\d+)"', about["changes"]):
+                tensors[number] = torch.zeros(16, dtype=torch.uint8)
+            about["changes"] = about["changes"].replace('"on": "cpu"', '"on": "cuda"')
+            write_tensors(stopped / name, tensors, about)
+        monkeypatch.setattr(torch.cuda, "current_device", Mock(side_effect=AssertionError("not compiled with CUDA")))
+        with pytest.warns(CheckpointWarning, match=r"within stage 1 \(mud\) is passed over"):
+            assert go_on(Run(plan_of(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
     @pytest.mark.parametrize("what", ["fingerprint", "stage"])

@@ -161,6 +161,17 @@ def test_images_that_can_only_be_read_are_not_written_to(tmp_path):
     assert torch.equal(other.data, torch.arange(6))
 
 
+def test_a_tensor_that_has_no_place_yet_goes_to_the_device_of_the_run():
+    """Which of several GPUs it was on is not kept, and does not matter."""
+    one, other = Worker(), Worker()
+    marks = Marks({"worker": one})
+    one.work()
+    snapshot = through_a_file(marks.snapshot())
+    parts_of(snapshot)[".later"]["on"] = "cuda"
+    Marks({"worker": other}, torch.device("meta")).restore(snapshot)
+    assert (other.later.device.type, other.labels.device.type) == ("meta", "cpu")
+
+
 class TestMisfits:
     @pytest.mark.parametrize("change", ["object", "generator", "tensor", "sequence"])
     def test_what_does_not_fit_is_refused(self, change):

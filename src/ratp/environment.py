@@ -29,7 +29,7 @@ def describe_environment(device: torch.device, precision: Precision = "fp32") ->
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: package_version(name) for name in PACKAGES},
-        "device": str(device),
+        "device": device.type,  # which of several alike makes no difference
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),

@@ -32,6 +32,7 @@ from ratp.errors import RatpError
 
 # Images, and larger tensors of whole numbers, are left out if nobody has written to them.
 SMALL = 2**20
+CPU = torch.device("cpu")
 _PLAIN = bool, int, float, str, type(None)
 _SEQUENCES = {list: "list", tuple: "tuple", deque: "deque"}
 _FOREIGN = {"torch", "numpy", "triton", "torchvision", *sys.stdlib_module_names}
@@ -57,10 +58,11 @@ class Marks:
 
     Args:
         roots: The objects, by name.
+        device: What they compute on: a tensor of a GPU that has no place yet when it is put back goes there.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
-        self._roots = dict(roots)
+    def __init__(self, roots: Mapping[str, Any], device: torch.device = CPU) -> None:
+        self._roots, self._device = dict(roots), device
         self._before: dict[str, Any] = {}
         _Marker(self._before).visit(self._roots, "")
 
@@ -76,7 +78,7 @@ class Marks:
             RatpError: If the snapshot does not fit them.
         """
         with torch.no_grad():
-            _Restorer(snapshot.tensors).load(self._roots, snapshot.changes, "")
+            _Restorer(snapshot.tensors, self._device).load(self._roots, snapshot.changes, "")
 
 
 def is_transient(value: Any) -> bool:
@@ -179,8 +181,8 @@ class _Taker:
 class _Restorer:
     """Writes changes into objects."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
         self._made: dict[str, Tensor] = {}
         self._generators: dict[str, torch.Generator] = {}
 
@@ -221,11 +223,10 @@ class _Restorer:
             self._generators[number] = found
         return self._generators[number]
 
-    @staticmethod
-    def _place(value: Any, kind: str) -> torch.device:
+    def _place(self, value: Any, kind: str) -> torch.device:
         if isinstance(value, Tensor):
             return value.device
-        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
+        return CPU if kind == "cpu" else self._device
 
     def _object(self, value: Any, change: Mapping[str, Any], path: str) -> Any:
         if _attributes(value) is None or type(value).__qualname__ != change["object"]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ratp.method import Method
 from ratp.midstage import Checkpoint
 from ratp.numbers import NumbersLostError
@@ -40,10 +42,10 @@ class Stage:
     events: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
-    def begun(cls, number: int, phases: Sequence[Phase], images: int, method: Method) -> Stage:
+    def begun(cls, number: int, phases: Sequence[Phase], images: int, method: Method, device: torch.device) -> Stage:
         """A stage at its beginning."""
         progress = Progress()
-        marks = Marks({"progress": progress, "phases": list(phases), "method": method})
+        marks = Marks({"progress": progress, "phases": list(phases), "method": method}, device)
         return cls(number, phases, images, marks, progress)
 
     @property

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ratp.kernels.launch import AtHome
+
 PIXELS_AT_ONCE = 256
 
 
+@AtHome
 @triton.jit
 def _convolve_kernel(
     inputs, taps, bias, result,

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ratp.kernels.launch import AtHome
+
 # Values a program works on at a time, and the most columns among these.
 TILE, WIDEST = 4096, 64
 # Programs a device is filled by, and the most parts a sum is taken in.
@@ -50,6 +52,7 @@ def _totals(parts, number, columns, c, in_c, MOST: tl.constexpr):
     return first, tl.sum(tl.load(parts + number * columns + at, mask=there, other=0.0), 0)
 
 
+@AtHome
 @triton.jit
 def _sum_kernel(
     x, mask, pivot, offset, parts, rows, columns, space, per_part,
@@ -77,6 +80,7 @@ def _sum_kernel(
     _keep_part(parts, part, first, second, columns, c, in_c)
 
 
+@AtHome
 @triton.jit
 def _statistics_kernel(
     parts, count, offset, mean, invstd, running_mean, running_var, tracked, columns, number, total, momentum, eps,
@@ -106,6 +110,7 @@ def _statistics_kernel(
         tl.store(tracked, tl.load(tracked) + some.to(tl.int64))
 
 
+@AtHome
 @triton.jit
 def _normalise_kernel(
     x, offset, mean, spread, weight, bias, keep, add, y, rows, columns, space, eps,
@@ -145,6 +150,7 @@ def _gradient_behind(dy, y, keep, at, r, c, columns, space, inside, KEEP: tl.con
     return slope, normal
 
 
+@AtHome
 @triton.jit
 def _gradient_sum_kernel(
     x, y, dy, keep, mean, parts, rows, columns, space, per_part,
@@ -167,6 +173,7 @@ def _gradient_sum_kernel(
     _keep_part(parts, part, first, second, columns, c, in_c)
 
 
+@AtHome
 @triton.jit
 def _gradient_statistics_kernel(
     parts, count, invstd, d_weight, d_bias, level, slope, columns, number, total,
@@ -186,6 +193,7 @@ def _gradient_statistics_kernel(
     tl.store(slope + c, second * inverse * inverse / m, mask=in_c)
 
 
+@AtHome
 @triton.jit
 def _gradient_kernel(
     x, y, dy, keep, mask, mean, invstd, weight, level, slope, dx, d_add, rows, columns, space,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ratp.kernels.channels import correlate_inside, place_in_frame, tanh
+from ratp.kernels.launch import AtHome
 from ratp.parts.randmix_draw import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM, Draw
 
 # Beyond, one program has too many pixels to hold.
@@ -63,6 +64,7 @@ def _encode(
         tl.store(plane + place, value / deviation * scale + shift, mask=inside)
 
 
+@AtHome
 @triton.jit
 def _encode_kernel(
     images, numbers, layout, noise, hidden, noise_rows,
@@ -103,6 +105,7 @@ def _decode(
     return tl.sum(red, 0) + tl.load(bias), tl.sum(green, 0) + tl.load(bias + 1), tl.sum(blue, 0) + tl.load(bias + 2)
 
 
+@AtHome
 @triton.jit
 def _decode_kernel(
     images, inputs, hidden, numbers, layout, keep, weights, mean, std, result, weight_rows, smallest, dropout,

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ratp.kernels.channels import correlate_framed, correlate_inside, place_in_frame, tanh
+from ratp.kernels.launch import AtHome
 from ratp.parts.randmix_draw import COLOUR_DROPOUT, SMALLEST_WEIGHT_SUM
 from ratp.parts.style_draw import Blend, Chance
 
@@ -64,6 +65,7 @@ def _encode(
             tl.store(deviations + out, deviation)
 
 
+@AtHome
 @triton.jit
 def _encode_kernel(
     inputs, numbers, styles, hidden, normal, deviations,
@@ -85,6 +87,7 @@ def _encode_kernel(
             )  # fmt: skip
 
 
+@AtHome
 @triton.jit
 def _decode_kernel(
     images, inputs, hidden, numbers, keep, weights, mean, std, result, branches, units,
@@ -144,6 +147,7 @@ def _decode_kernel(
             tl.store(units + at, unit, mask=inside)
 
 
+@AtHome
 @triton.jit
 def _pixel_slopes_kernel(
     slope, units, branches, std, slopes, share, count,
@@ -185,6 +189,7 @@ def _encode_back(
         tl.store(plane + place, slope, mask=inside)
 
 
+@AtHome
 @triton.jit
 def _encode_back_kernel(
     slopes, numbers, styles, normal, deviations, style_slopes, hidden,
@@ -208,6 +213,7 @@ def _encode_back_kernel(
             )  # fmt: skip
 
 
+@AtHome
 @triton.jit
 def _noise_back_kernel(
     slopes, hidden, noise, numbers, result,
