@@ -282,7 +282,7 @@ class TestRefused:
             (plan(seed=7), "another seed: 2022 there, 7 asked for"),
             (plan(method="tent"), "another method: shot there, tent asked for"),
             (plan(changes={"epochs": 2}), "another value of epochs: 1 there, 2 asked for"),
-            (replace(plan(), guard="act", request=None), "another guard: None there, act asked for"),
+            (replace(plan(), guard="act", request=None), "another guard: off or record there, act asked for"),
             (replace(plan(), order=("ink", "fog", "mud", "ice")), "does not begin with that of"),
             (replace(plan(), order=("mud", "ink", "fog")), "does not begin with that of"),
             (plan(SHORT), "has all of ink>mud: there is no further domain"),

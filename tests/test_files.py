@@ -5,6 +5,7 @@ import os
 import stat
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import save
 
 from helpers import same_tensors
 from ratp.errors import RunDirectoryError
-from ratp.files import read_json, read_tensors, write_bytes, write_json, write_tensors, write_text
+from ratp.files import UnreadableFileError, read_json, read_tensors, write_bytes, write_json, write_tensors, write_text
 
 DOCUMENT = {
     "name": "naïve ü 画像",
@@ -275,3 +276,10 @@ class TestTensors:
         torch.save({"a": torch.zeros(2)}, tmp_path / "model.pth")
         with pytest.raises(RunDirectoryError):
             read_tensors(tmp_path / "model.pth")
+
+
+def test_a_folder_that_may_not_be_entered_is_told(tmp_path, monkeypatch):
+    """Nothing says then whether the file is there."""
+    monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(UnreadableFileError, match=r"cannot read .*tensors: Permission denied\."):
+        read_tensors(tmp_path / "tensors")

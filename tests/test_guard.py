@@ -6,10 +6,12 @@ import io
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from rich.console import Console
 from sklearn.datasets import load_sample_images
 
@@ -27,7 +29,7 @@ from helpers import (
 from helpers import (
     ratp as command,
 )
-from own_images import OPTIONS, images, put
+from own_images import OPTIONS, encoded, images, put
 from ratp.cli.progress import follow
 from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError, RunDirectoryError
@@ -410,12 +412,12 @@ class TestPlan:
         assert resumed.plan.guard == "record"
         assert resumed.execute().matrix.complete
         asked = replace(unasked, request=replace(unasked.request, guard="act"))
-        with pytest.raises(RunDirectoryError, match="guard: None there, act asked for"):
+        with pytest.raises(RunDirectoryError, match="guard: off or record there, act asked for"):
             Run(asked, tmp_path / "run").execute()
 
     def test_a_guarded_run_is_not_taken_up_without_its_guard(self, tmp_path):
         Run(plan_of(guard="act", changes={}), tmp_path / "run").execute()
-        with pytest.raises(RunDirectoryError, match="guard: act there, None asked for"):
+        with pytest.raises(RunDirectoryError, match="guard: act there, off or record asked for"):
             Run(plan_of(guard="off", changes={}), tmp_path / "run").execute()
 
 
@@ -453,6 +455,16 @@ class TestTold:
     def test_reports_of_runs_without_a_guard_say_nothing_of_it(self, tmp_path):
         record = Run(plan_of(guard="off", changes={}), tmp_path / "run").execute()
         assert "Did every stage do good?" not in write_report([record], tmp_path / "report").read_text()
+
+    def test_quiet_is_not_silent_about_it(self, tmp_path):
+        put(tmp_path / "day", images(count=8, seed=1))
+        chance = np.random.default_rng(0)
+        noise = (Image.fromarray(chance.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(30))
+        put(tmp_path / "noise", {f"{k}.png": encoded(picture, "PNG") for k, picture in enumerate(noise)})
+        how = ["folders", "--source", tmp_path / "day", "--targets", tmp_path / "noise", *OPTIONS, "--quiet"]
+        result = command("run", *how, "--out", tmp_path / "run")
+        assert (result.code, result.out) == (0, "")
+        assert "note: " in result.err and "the guard rolled back noise: its images are noise" in result.err
 
     def test_the_command_line_has_it(self, tmp_path):
         put(tmp_path / "day", images(count=8, seed=1))

@@ -100,6 +100,62 @@ def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
     assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # those of the failed attempt are gone
 
 
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes an update of the source stage write what is no number, in TF32 alone, while all losses are some."""
+    step = training.SupervisedPhase.step
+
+    def use(tensor_of, value, at_step):
+        def spoilt(self):
+            terms = step(self)
+            self.made = getattr(self, "made", 0) + 1
+            if self._network.precision == "tf32" and self.made == at_step:
+                with torch.no_grad():
+                    tensor_of(self._network).fill_(value)
+            return terms
+
+        monkeypatch.setattr(training.SupervisedPhase, "step", spoilt)
+
+    return use
+
+
+@pytest.mark.faults(14, "weights or statistics that are no numbers are noticed, and no checkpoint holds them")
+@pytest.mark.parametrize("save_every", [None, 0.0])
+@pytest.mark.parametrize(
+    ("tensor_of", "value", "name"),
+    [
+        (lambda network: network.bottleneck[1].running_var, torch.inf, "network.bottleneck.1.running_var"),
+        (lambda network: network.classifier.weight, torch.nan, "network.classifier.weight"),
+    ],
+    ids=["statistics", "weights"],
+)
+def test_weights_that_are_no_numbers_are_not_gone_on_with(tensor_of, value, name, save_every, spoil, tmp_path):
+    """With losses that are none later, or never: BatchNorm's statistics are not used while it trains."""
+    Run(plan_of("source-only"), tmp_path / "sound").execute()
+    spoil(tensor_of, value, at_step=SIZES["steps"])  # the last one of an epoch: no loss tells of it
+    with pytest.warns(NumbersWarning, match=f"{name} holds values that are no numbers in epoch 0 of stage 0"):
+        Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=save_every).execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+    found = read_json(tmp_path / "run" / "bad-batch-0.json")
+    assert (found["epoch"], found["step"], found["lost"]) == (0, SIZES["steps"] - 1, [name])
+
+
+def test_statistics_that_are_lost_within_an_epoch_name_their_batch(spoil, tmp_path):
+    spoil(lambda network: network.bottleneck[1].running_var, torch.inf, at_step=SIZES["steps"] + 2)
+    with pytest.warns(NumbersWarning, match="in epoch 1 of stage 0"):
+        Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=None).execute()
+    found = read_json(tmp_path / "run" / "bad-batch-0.json")
+    assert (found["epoch"], found["step"]) == (1, 1)
+
+
+def test_a_run_that_is_stopped_with_weights_that_are_no_numbers_keeps_none_of_them(spoil, tmp_path):
+    spoil(lambda network: network.classifier.weight, torch.nan, at_step=1)
+    events = Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=3600).events()
+    next(event for event in events if isinstance(event, Trained))
+    events.close()
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
 def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(poison, tmp_path):
     """What is done of the second attempt is neither lost nor finished in fewer bits."""
     Run(plan_of(), tmp_path / "sound").execute()

@@ -405,6 +405,15 @@ class TestInterrupted:
         assert list(Run(toy_plan(), tmp_path / "run").events()) == []
         assert_same_result(tmp_path / "run", untouched["ratp"])
 
+    def test_stopped_before_its_end_was_noted(self, untouched, tmp_path):
+        shutil.copytree(untouched["ratp"], tmp_path / "run")
+        journal = tmp_path / "run" / "journal.jsonl"
+        lines = journal.read_text().splitlines(keepends=True)
+        journal.write_text("".join(lines[:-1]))
+        for _ in range(2):
+            assert list(Run(toy_plan(), tmp_path / "run").events()) == []
+        assert [event["event"] for event in journal_of(tmp_path / "run")][-2:] == ["stage_finished", "run_finished"]
+
     @pytest.mark.parametrize("leftover", [False, True], ids=["between files", "within a file"])
     @pytest.mark.parametrize("write", range(5 + 2 * STAGES + 1))
     def test_killed_at_any_write(self, untouched, write, leftover, tmp_path, monkeypatch):
@@ -578,6 +587,17 @@ class TestFirewall:
         for run in (fitted, loaded):
             run.method.adapt(run.stream.targets[0])
         assert same_tensors(fitted.method.state(), loaded.method.state())
+
+    @every_method
+    def test_a_state_is_taken_back_whatever_was_learnt_since(self, method):
+        run = Run(toy_plan(method), "unused")
+        given = {name: tensor.clone() for name, tensor in run.method.state().items()}
+        run.method.fit_source(run.stream.source)
+        if not METHODS[method].uses_target_labels(run.plan.config):
+            run.method.adapt(run.stream.targets[0])
+        assert not same_tensors(run.method.state(), given)
+        run.method.load_state(given)
+        assert same_tensors(run.method.state(), given)
 
     def test_a_target_has_nowhere_to_keep_labels(self):
         target = Run(toy_plan("source-only"), "unused").stream.targets[0]

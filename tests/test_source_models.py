@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import closing
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -18,10 +19,10 @@ import ratp.source_models as module
 import ratp.training as training
 from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
 from ratp.errors import TrainingError
-from ratp.events import StageStarted
+from ratp.events import StageStarted, Waiting
 from ratp.notes import NotKeptWarning
 from ratp.run import NumbersWarning, Run
-from ratp.source_models import SourceModels
+from ratp.source_models import SourceModels, TakenError
 
 
 @pytest.fixture(autouse=True)
@@ -128,14 +129,23 @@ def test_a_run_waits_for_the_one_that_trains_the_same(tmp_path, cache):
     assert [file.suffix for file in cache.iterdir()] == [".safetensors"]
 
 
-@pytest.mark.filterwarnings("ignore:waiting for another run")
+def found_in_turn(models):
+    """As a run looks for a network, once nobody else trains it."""
+    try:
+        return models.find({})
+    except TakenError as taken:
+        while not models.claim(taken.lock):
+            time.sleep(0.01)
+    return models.find({})
+
+
 def test_of_those_who_come_after_an_early_end_one_trains_and_the_others_wait(tmp_path):
     first, second, third = (SourceModels(tmp_path, {}) for _ in range(3))
     assert first.find({}) is None
     got, let_go = [], threading.Event()
 
     def take(models, name):
-        models.find({})
+        found_in_turn(models)
         got.append(name)
         let_go.wait(10)
         models.release()
@@ -178,7 +188,7 @@ def test_nobody_waits_for_a_process_that_was_killed(tmp_path, cache):
     code = f"""
 import time
 from pathlib import Path
-from ratp.source_models import SourceModels
+from ratp.source_models import SourceModels, TakenError
 SourceModels(Path({str(cache)!r}), {{}}).find({{}})
 print("held", flush=True)
 time.sleep(600)
@@ -189,6 +199,35 @@ time.sleep(600)
     assert models.find({}) is None
     models.keep({}, {"tensor": torch.ones(2)})
     assert models.find({}) is not None
+
+
+def test_a_run_that_waits_says_so_again_and_again_and_can_be_stopped(tmp_path):
+    first, second = runs_at_once(tmp_path, "source-only", "tent")
+    training = until_trained(first)
+
+    def wait(seen):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with closing(second.events()) as events:
+                seen += [next(events) for _ in range(3)]
+
+    seen = []
+    thread = threading.Thread(target=wait, args=(seen,))
+    thread.start()
+    thread.join(30)
+    assert seen == [Waiting(0, "ink")] * 3
+    for _ in training:
+        pass
+    second.execute()  # what was stopped while it waited goes on
+    assert is_reused(tmp_path / "1")
+
+
+def test_a_network_that_is_no_numbers_is_not_handed_on(tmp_path):
+    models, other = SourceModels(tmp_path, {}), SourceModels(tmp_path, {})
+    assert models.find({}) is None
+    models.keep({}, {"tensor": torch.tensor([1.0, torch.inf])})
+    assert other.find({}) is None  # at once: nobody has to wait for it either
+    other.release()
 
 
 def test_runs_with_another_beginning_do_not_wait(tmp_path):

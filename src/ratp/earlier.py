@@ -15,7 +15,7 @@ from ratp.errors import ConfigError, RunDirectoryError
 from ratp.files import LostFileError, read_json
 from ratp.notes import Note
 from ratp.record import RunRecord, read_run
-from ratp.run_folder import begins_with, show, unlike, unlike_images, unlike_settings
+from ratp.run_folder import begins_with, show, show_order, unlike, unlike_images, unlike_settings
 from ratp.states import BEFORE, LATEST, State, States
 
 _FROM_START = "Without --after, the whole order is trained from the start."
@@ -70,10 +70,10 @@ class EarlierRun:
         """
         there, matrix, folder = self.record.config, self.record.matrix, self._folder
         problems = []
-        if there["order"] == config["order"]:
-            problems.append(f"{folder} has all of {show(config['order'])}: there is no further domain to train on.")
+        asked, known = show_order(config["order"]), show_order(there["order"])
+        if asked == known:
+            problems.append(f"{folder} has all of {asked}: there is no further domain to train on.")
         elif not begins_with(config["order"], there["order"]):
-            asked, known = show(config["order"]), show(there["order"])
             problems.append(f"the order asked for, {asked}, does not begin with that of {folder}, {known}.")
         whole = [pair for pair in unlike(there, config) if pair[0] not in ("stream", "order", "after")]
         named = [(f"another {name}", old, new) for name, old, new in whole]

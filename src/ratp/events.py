@@ -10,6 +10,14 @@ from ratp.phase import Tick
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """A stage waits for another run, which trains the network that it begins with. It is told of again and again."""
+
+    stage: int
+    domain: str
+
+
+@dataclass(frozen=True)
 class StageStarted:
     """A stage begins.
 
@@ -68,4 +76,4 @@ class StageFinished:
     guard: Mapping[str, Any] | None = None
 
 
-Event = StageStarted | Trained | Probed | StageFinished
+Event = Waiting | StageStarted | Trained | Probed | StageFinished

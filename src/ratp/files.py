@@ -212,8 +212,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             others have no hash to tell by.
         UnreadableFileError: If it may not be read.
     """
-    if path.exists() and not os.access(path, os.R_OK):  # safetensors would call it missing
-        raise UnreadableFileError(f"cannot read {path}: {os.strerror(errno.EACCES)}.")
+    try:
+        path.stat()
+        if not os.access(path, os.R_OK):  # safetensors would call it missing
+            raise UnreadableFileError(f"cannot read {path}: {os.strerror(errno.EACCES)}.")
+    except FileNotFoundError as error:
+        raise LostFileError(f"{path} is missing.") from error
+    except OSError as error:
+        raise UnreadableFileError(f"cannot read {path}: {error.strerror or error}.") from error
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -1,14 +1,14 @@
 """The watch over numbers: NaN and infinities in a training, and the batch they came with.
 
-Losses add up on the device, and one that is no number makes the sum none: it is enough to look at the means once an
-epoch, and before anything is saved. When they are lost, the stage is made once more from what was saved last, with the
-same draws, and looked at after every step of the epoch in question: that finds the batch.
+Losses add up on the device, and one that is no number makes the sum none: it is enough to look at the means, and at the
+weights, once an epoch and before anything is saved. When they are lost, the stage is made once more from what was saved
+last, with the same draws, and looked at after every step of the epoch in question: that finds the batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,7 +24,7 @@ class NumbersLostError(TrainingError):
     Attributes:
         phase: Number of the phase it was noticed in, within its stage.
         epoch: Epoch of that phase.
-        in_weights: Whether the weights are none while all losses were some: the last step's work.
+        in_weights: Whether the weights are none while all losses were some.
     """
 
     def __init__(self, what: str, phase: int, epoch: int, *, in_weights: bool = False) -> None:
@@ -40,7 +40,7 @@ class BadBatch:
         phase: Name of the phase.
         epoch: Its epoch, from 0.
         step: Which step of it, from 0.
-        lost: What was no number after it; nothing if only the weights were none, after the last step.
+        lost: What was no number after it, losses or weights; nothing if only what was made of the weights was none.
         images: Places of its images in the domain.
         memory: Places of its images in the memory.
     """
@@ -56,6 +56,12 @@ class BadBatch:
 def lost_numbers(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str]:
     """Names of what is no number. Waits for the device."""
     return [name for name, value in values.items() if not math.isfinite(float(value))]
+
+
+def lost_weights(state: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that hold something that is no number. Waits for the device."""
+    floating = ((name, tensor) for name, tensor in state.items() if tensor.is_floating_point())
+    return [name for name, tensor in floating if not bool(tensor.isfinite().all())]
 
 
 def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
@@ -74,7 +80,29 @@ def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: 
         raise NumbersLostError(what, progress.phase, progress.epoch)
 
 
-def find_batch(phases: Sequence[Phase], progress: Progress, error: NumbersLostError, capture: bool) -> BadBatch | None:
+def check_weights(state: Mapping[str, Tensor], progress: Progress) -> None:
+    """Raises an error if weights are no numbers.
+
+    Args:
+        state: The method's.
+        progress: Where the training is.
+
+    Raises:
+        NumbersLostError: If so.
+    """
+    bad = lost_weights(state)
+    if bad:
+        what = f"{bad[0]} holds values that are no numbers in epoch {progress.epoch}"
+        raise NumbersLostError(what, progress.phase, progress.epoch, in_weights=True)
+
+
+def find_batch(
+    phases: Sequence[Phase],
+    progress: Progress,
+    error: NumbersLostError,
+    capture: bool,
+    state: Callable[[], Mapping[str, Tensor]],
+) -> BadBatch | None:
     """Makes steps until numbers are lost; None: they are not, this time.
 
     Args:
@@ -82,6 +110,7 @@ def find_batch(phases: Sequence[Phase], progress: Progress, error: NumbersLostEr
         progress: Where to begin.
         error: What had happened.
         capture: Whether to capture the steps before the epoch in question.
+        state: Gives the method's.
     """
     place = error.phase, error.epoch
     if (progress.phase, progress.epoch) < place:
@@ -94,7 +123,7 @@ def find_batch(phases: Sequence[Phase], progress: Progress, error: NumbersLostEr
             tick = next(steps, None)
         if not isinstance(tick, Tick):
             return None
-        bad = lost_numbers(tick.means)
+        bad = lost_numbers(tick.means) or (lost_weights(state()) if error.in_weights else [])
         if bad or tick.epoch_done:
             break
     if not bad and not error.in_weights:

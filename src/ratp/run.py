@@ -22,7 +22,7 @@ from ratp.earlier import ContinuedWarning, EarlierRun, begun_after
 from ratp.environment import describe_environment
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.evaluate import accuracy, accuracy_as, embeddings
-from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
+from ratp.events import Event, Probed, StageFinished, StageStarted, Trained, Waiting
 from ratp.files import LostFileError, write_json
 from ratp.guard import ACT, Watch
 from ratp.journal import Journal
@@ -30,8 +30,9 @@ from ratp.keepsakes import FEATURE_COUNT, copy_features, save_features, save_sam
 from ratp.lock import exclusive
 from ratp.matrix import Matrix, describe_late
 from ratp.method import Method, unpack
+from ratp.methods.own import check_kept, file_hash, rehearse
 from ratp.notes import Note
-from ratp.numbers import NumbersLostError, check_numbers, find_batch, lost_numbers
+from ratp.numbers import NumbersLostError, check_numbers, check_weights, find_batch, lost_numbers, lost_weights
 from ratp.phase import Phase, Tick, train
 from ratp.plan import RunPlan
 from ratp.precision import Precision, single_precision, use_precision
@@ -40,16 +41,26 @@ from ratp.randomness import Randomness
 from ratp.record import RunRecord, describe_changes, read_run
 from ratp.run_files import RunFiles
 from ratp.run_folder import as_begun, check_folder
-from ratp.source_models import SourceModels
+from ratp.source_models import SourceModels, TakenError
 from ratp.stage import Stage, ready
 from ratp.states import State, StateWarning
 from ratp.stream import Stream
 
 SAVE_EVERY = 120.0
+# Whether another run still trains the network this one begins with.
+SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class NumbersWarning(Note):
     """A stage is tried once more in single precision."""
+
+
+class WaitingWarning(Note):
+    """A run waits for another that trains the network both begin with."""
+
+
+class CheckpointWarning(Note):
+    """A checkpoint does not fit what goes on from it, another device say: it is passed over."""
 
 
 class JournalWarning(Note):
@@ -109,6 +120,7 @@ class Run:
         self.save_every = save_every
         self._precision = plan.precision
         self._is_told = plan.method.uses_target_labels(plan.config)
+        self._is_own = file_hash(plan.method) is not None
         if not wait:
             _ = self.config, self.method
 
@@ -192,7 +204,6 @@ class Run:
             if not self._files.has_weights:
                 state = self.method.state()
                 self._files.write_weights(unpack(state).get("network", state), self.stream.classes)
-                self._files.journal.note("run_finished")
             self._files.settle()
 
     def _open(self) -> None:
@@ -202,8 +213,10 @@ class Run:
         begins_after = self.after if state is None else None
         if begins_after is not None:
             state = self._begin_after(begins_after)
-        self._take_up(state)
         is_new = state is None and next(self._files.checkpoints.found(0), None) is None
+        if is_new and self._is_own:
+            rehearse(self.method, self.stream.source, self.plan.device, told=self._is_told)
+        self._take_up(state)  # which builds another
         if is_new:
             self._start()
         else:
@@ -277,13 +290,17 @@ class Run:
 
     def _take_up(self, state: State | None) -> None:
         """Builds the method and brings it to a state; None: it has learnt nothing yet."""
-        plan, models = self.plan, self._models
-        if self._precision != plan.precision:  # what is trained so must not pass for what was asked for
-            plan, models = replace(plan, precision=self._precision), None
-        self.method = plan.build_method(self.stream, models)
+        self.method = self._built()
         if state is not None:
             state.load_into(self.method)
         self.matrix = state.matrix if state else Matrix(self.stream.order)
+
+    def _built(self) -> Method:
+        """The method, untrained, for the precision in use."""
+        plan, models = self.plan, self._models
+        if self._precision != plan.precision:  # what is trained so must not pass for what was asked for
+            plan, models = replace(plan, precision=self._precision), None
+        return plan.build_method(self.stream, models)
 
     def _undo(self) -> None:
         """Takes up the state before the stage under way, as it lies on the disk."""
@@ -338,7 +355,7 @@ class Run:
         """Makes the stage again up to where its numbers were lost, and writes down the batch it happened with."""
         self._undo()
         work, name = self._prepare(stage), self.stream.order[stage]
-        found = find_batch(work.phases, work.progress, error, self._captures)
+        found = find_batch(work.phases, work.progress, error, self._captures, self.method.state)
         self._files.lose_numbers(stage, name, str(error), self._precision)
         if found is None:
             return None
@@ -348,10 +365,10 @@ class Run:
         write_json(path, {"stage": stage, "domain": name, "what": str(error), **asdict(found), "files": names})
         return path
 
-    def _attempt(self, stage: int) -> Iterator[Event]:
+    def _attempt(self, stage: int) -> Generator[Event, None, None]:
         name = self.stream.order[stage]
         watch = self._watch(stage)
-        work = self._prepare(stage)
+        work = yield from self._prepare_in_turn(stage)
         yield StageStarted(stage, name, work.images, work.total, work.done)
         self._files.begin_stage(work, name)
         started = epoch_started = time.perf_counter()
@@ -376,14 +393,17 @@ class Run:
                     epoch_started, saved = time.perf_counter(), False
                 if self._files.checkpoints.due:
                     check_numbers(moment.means, work.progress)
+                    check_weights(self.method.state(), work.progress)
                     self._files.save_checkpoint(work, time.perf_counter() - started)
                     saved = True
         except GeneratorExit:
-            is_sound = not isinstance(moment, Tick) or not lost_numbers(moment.means)
-            if self.save_every is not None and not saved and is_sound:
+            if self.save_every is not None and not saved and self._is_sound(moment):
                 self._files.save_checkpoint(work, time.perf_counter() - started)
             raise
-        self._check_weights(work)
+        if bad := lost_weights(self.method.state()):
+            raise work.lost_at_the_end(f"{bad[0]} holds values that are no numbers")
+        if self._is_own:
+            check_kept(self.method, self._built, self.stream.source, self.plan.device, self._precision)
         guard = self._judge(watch) if watch else None
         row = self._row(work)
         if self.probe and name in row:
@@ -399,19 +419,35 @@ class Run:
     def _captures(self) -> bool:
         return self.capture and self.plan.device.type == "cuda"
 
+    def _prepare_in_turn(self, stage: int) -> Generator[Event, None, Stage]:
+        """As :meth:`_prepare`; if another run trains the network this one begins with, once it has."""
+        try:
+            return self._prepare(stage)
+        except TakenError as taken:
+            lock = taken.lock
+        warnings.warn("waiting for another run that trains the same source network", WaitingWarning, stacklevel=2)
+        assert self._models
+        while not self._models.claim(lock):
+            yield Waiting(stage, self.stream.order[stage])
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        self._take_up(None)  # half of what the stage needs had been made
+        return self._prepare(stage)
+
     def _prepare(self, stage: int) -> Stage:
         """The phases of a stage, as its latest usable checkpoint left them, or from the start."""
         for checkpoint in (*self._files.checkpoints.found(stage), None):
             phases, images = self._phases(stage)
             if checkpoint is not None:
                 ready(phases, checkpoint)
-            work = Stage.begun(stage, phases, images, self.method)
+            work = Stage.begun(stage, phases, images, self.method, self.plan.device)
             if checkpoint is None:
                 return work
             try:
                 work.go_on(checkpoint)
                 return work
-            except RatpError:
+            except RatpError as error:
+                told = f"what was kept within stage {stage} ({self.stream.order[stage]}) is passed over: {error}"
+                warnings.warn(told, CheckpointWarning, stacklevel=2)
                 self._undo()  # it may be half restored
         raise AssertionError("unreachable")
 
@@ -431,12 +467,10 @@ class Run:
             self._undo()
         return {"rolled_back": undone, **verdict.to_json()}
 
-    def _check_weights(self, work: Stage) -> None:
-        """Raises an error if the last update made something that is no number."""
-        state = self.method.state()
-        bad = [n for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
-        if bad:
-            raise work.lost_at_the_end(f"{bad[0]} holds values that are no numbers")
+    def _is_sound(self, moment: Tick | Mapping[str, float] | None) -> bool:
+        """Whether all is numbers, at some moment of a stage."""
+        means = moment.means if isinstance(moment, Tick) else {}
+        return not lost_numbers(means) and not lost_weights(self.method.state())
 
     def _row(self, work: Stage) -> dict[str, float]:
         """Accuracies after a stage; of a model that is the same as before it, those before."""
@@ -498,6 +532,7 @@ class Run:
         means = {name: float(value) for name, value in tick.means.items()}
         check_numbers(means, work.progress)
         check_numbers(tick.statistics, work.progress)
+        check_weights(self.method.state(), work.progress)
         self._files.journal.note(
             "epoch",
             stage=work.number,

@@ -173,7 +173,9 @@ class RunFiles:
         write_tensors(self._weights, network, WEIGHTS.marked(about))
 
     def settle(self) -> None:
-        """Removes what only a run under way needs."""
+        """Notes that the run has come to its end, if nothing says so yet, and removes what only one under way needs."""
+        if [event["event"] for event in self.journal.events()[-1:]] != ["run_finished"]:
+            self.journal.note("run_finished")
         self.states.settle()
         self.checkpoints.remove()
 

@@ -124,10 +124,10 @@ def begins_with(order: Sequence[str], other: object) -> bool:
 
 
 def unlike(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What two configurations disagree about, but for settings and images: name and both values."""
+    """What two configurations disagree about, but for settings and images: name and both values, in words."""
     pairs = [(key, there.get(key), here.get(key)) for key in ("stream", "order", "method", "seed", "weights", "guard")]
     pairs.append(("after", _shortened(there.get("after")), _shortened(here.get("after"))))
-    return [pair for pair in pairs if pair[1] != pair[2]]
+    return [(key, _in_words(key, old), _in_words(key, new)) for key, old, new in pairs if old != new]
 
 
 def unlike_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -169,7 +169,23 @@ def _as_options(settings: Sequence[tuple[str, Any, Any]]) -> str:
 
 def show(value: Any) -> str:
     """A value of a configuration in a sentence."""
-    return ">".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
+
+
+# What it means that a configuration says nothing of something.
+_UNSAID = {"weights": "random numbers", "guard": "off or record", "after": "the start"}
+
+
+def _in_words(key: str, value: Any) -> str:
+    """A value of what :func:`unlike` compares, in a sentence."""
+    if value is None:
+        return _UNSAID.get(key, "none")
+    return show_order(value) if key == "order" and isinstance(value, list) else show(value)
+
+
+def show_order(order: Sequence[str]) -> str:
+    """An order of domains in a sentence."""
+    return ">".join(map(str, order))
 
 
 def _shortened(after: Any) -> str | None:

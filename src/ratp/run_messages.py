@@ -17,7 +17,7 @@ import torch
 
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-from ratp.events import Event, Probed, StageFinished, StageStarted, Trained
+from ratp.events import Event, Probed, StageFinished, StageStarted, Trained, Waiting
 from ratp.methods.own import own_traceback
 from ratp.phase import Tick
 from ratp.plan import RunPlan, resolve
@@ -26,7 +26,7 @@ from ratp.run import Run
 from ratp.stream import DataOptions
 
 _ERRORS: Mapping[str, type[RatpError]] = {kind.__name__: kind for kind in (RunDirectoryError, TrainingError, RatpError)}
-_EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in (StageStarted, Probed, StageFinished)}
+_EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in (Waiting, StageStarted, Probed, StageFinished)}
 
 
 class OtherPlanError(Exception):

@@ -11,7 +11,6 @@ import hashlib
 import json
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from ratp.environment import code_hash
 from ratp.errors import RunDirectoryError
-from ratp.file_lock import FileLock, hold, hold_if_free
+from ratp.file_lock import FileLock, hold_if_free
 from ratp.files import is_leftover, read_tensors, write_tensors
-from ratp.notes import Note, note_not_kept
+from ratp.notes import note_not_kept
+from ratp.numbers import lost_weights
 from ratp.schema import SOURCE_MODEL
 
 # Networks kept; the one that was used least recently goes first.
@@ -35,8 +35,16 @@ DAY = 24 * 60 * 60.0
 _HOLDERS: dict[Path, int] = {}
 
 
-class WaitingWarning(Note):
-    """A run waits for another that trains the network both begin with."""
+class TakenError(Exception):
+    """Another run trains the network that is looked for.
+
+    Attributes:
+        lock: What that run holds.
+    """
+
+    def __init__(self, lock: Path) -> None:
+        super().__init__(f"{lock} is held by another run")
+        self.lock = lock
 
 
 class SourceModels:
@@ -55,21 +63,47 @@ class SourceModels:
         self._held: FileLock | None = None
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The tensors kept under ``key``; None: there are none, and the others wait until this run keeps them."""
+        """The tensors kept under ``key``; None: there are none, and the others wait until this run keeps them.
+
+        Raises:
+            TakenError: If another run trains them; :meth:`claim` tells when it does so no more.
+        """
         path = self._path(key)
+        lock = path.with_suffix(".lock")
         tensors = _read(path)
-        if tensors is None and self._hold(path):
+        # Another run that this thread makes in turn with this one would be waited for in vain.
+        if tensors is None and self._holds != lock and _HOLDERS.get(lock) != threading.get_ident():
+            if not self.claim(lock):
+                raise TakenError(lock)
             tensors = _read(path)  # another run may have trained them meanwhile
-            if tensors is not None:
-                self.release()
+        if tensors is not None:
+            self.release()
         return tensors
 
-    def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Keeps tensors for the next time, if the folder can be written."""
-        path = self._path(key)
+    def claim(self, lock: Path) -> bool:
+        """Makes others wait who look for the same; False: another run does so. Without locks, nobody waits."""
+        self.release()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, tensors, SOURCE_MODEL.marked({"key": path.stem}))
+            held = hold_if_free(lock)
+        except OSError:  # not to be written
+            return True
+        if held is None:
+            return False
+        if held.keeps_out:
+            self._held = held
+            _HOLDERS[lock] = threading.get_ident()
+        else:
+            held.release()
+        return True
+
+    def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keeps tensors for the next time, if the folder can be written and they are numbers."""
+        path = self._path(key)
+        try:
+            if not lost_weights(tensors):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                write_tensors(path, tensors, SOURCE_MODEL.marked({"key": path.stem}))
         except (OSError, RunDirectoryError) as error:
             note_not_kept("the source network", self._folder, error)
         self.release()
@@ -92,26 +126,9 @@ class SourceModels:
             with suppress(OSError):
                 held.release()
 
-    def _hold(self, path: Path) -> bool:
-        """Makes others wait who look for the same, after waiting for one who did so; False: that is not possible."""
-        self.release()
-        lock = path.with_suffix(".lock")
-        if _HOLDERS.get(lock) == threading.get_ident():  # another run that this thread makes in turn with this one
-            return False
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            held = hold_if_free(lock)
-            if held is None:
-                warnings.warn("waiting for another run that trains the same source network", WaitingWarning, 3)
-                held = hold(lock)
-            if not held.keeps_out:
-                held.release()
-                return False
-        except OSError:  # not to be written
-            return False
-        self._held = held
-        _HOLDERS[lock] = threading.get_ident()
-        return True
+    @property
+    def _holds(self) -> Path | None:
+        return self._held.path if self._held else None
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps([self._about, key], sort_keys=True)
