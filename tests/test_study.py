@@ -768,6 +768,16 @@ class TestKnownResults:
         found = [study.with_results([self.begun_from(records[0], there)]) for there in (None, mine, "a" * 64)]
         assert [known.entries[0].result is not None for known in found] == standing_in
 
+    @pytest.mark.parametrize(
+        ("asked", "standing_in"), [("", [True, True, True]), ('precision = "fp32"\n', [True, False, True])]
+    )
+    def test_the_precision_counts_if_it_is_asked_for(self, asked, standing_in, records, tmp_path):
+        study = self.elsewhere(tmp_path, TWO.replace("seeds", f"{asked}seeds"))
+        unknown = {name: value for name, value in records[0].environment.items() if name != "precision"}
+        environments = unknown | {"precision": "fp32"}, unknown | {"precision": "bf16"}, unknown
+        found = [study.with_results([replace(records[0], environment=there)]) for there in environments]
+        assert [known.entries[0].result is not None for known in found] == standing_in
+
     def older(self, record, **changes):
         """A record as it would have been written before there was a switch for momentum."""
         switches = {name: value for name, value in record.config["switches"].items() if name != "sgd.momentum"}

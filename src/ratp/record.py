@@ -59,6 +59,7 @@ class RunRecord:
         journal: Events in order.
         name: What to call it in tables; None: after its method and what was changed.
         differing: Switches and sizes that are not the usual ones; None: those that its config says were changed.
+        apart: What tells it apart from other runs beside it that would be called the same.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class RunRecord:
     journal: tuple[Mapping[str, Any], ...]
     name: str | None = None
     differing: Mapping[str, Any] | None = None
+    apart: tuple[str, ...] = ()
 
     @property
     def method(self) -> str:
@@ -81,7 +83,7 @@ class RunRecord:
 
     def label_without(self, switches: Collection[str]) -> str:
         """The label, without switches that go without saying."""
-        marks = [ORACLE] * self.is_oracle + [CONTINUED] * self.is_continued
+        marks = [ORACLE] * self.is_oracle + [CONTINUED] * self.is_continued + list(self.apart)
         if self.name is not None:
             return f"{self.name} ({', '.join(marks)})" if marks else self.name
         preset = self.config["preset"]

@@ -35,6 +35,8 @@ from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
 ABOUT, FAILURES, REPORT = "study.json", "failures", "report"
+# Of its runs as any others, by `ratp report`.
+COMPARISON = "comparison"
 State = Literal["finished", "running", "interrupted", "failed", "waiting"]
 # Makes runs as run_all does.
 Executor = Callable[..., list[Result]]
@@ -157,7 +159,7 @@ class Study:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            own = {entry.folder.name for entry in self.entries} | {REPORT, FAILURES}
+            own = {entry.folder.name for entry in self.entries} | {REPORT, COMPARISON, FAILURES}
             found = (item for item in self.folder.iterdir() if not is_leftover(item))
             present = sorted(item.name for item in found if item.name not in own)
             if present:
@@ -352,7 +354,7 @@ def _exists(path: Path) -> bool:
 
 def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
     """The result of a plan among others, the newest if there are several."""
-    found = [record for record in records if is_config_of(plan, record.config)]
+    found = [record for record in records if is_config_of(plan, record.config) and _is_as_exact(plan, record)]
     if not found:
         return None
     newest = max(found, key=_finished_at)
@@ -361,6 +363,12 @@ def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
         paths = " and ".join(str(record.path) for record in (newest, *others))
         warnings.warn(f"{paths} are results of the same run and differ: the first, which is newer, counts", Note, 2)
     return newest
+
+
+def _is_as_exact(plan: RunPlan, record: RunRecord) -> bool:
+    """Whether a result was computed in the precision that was asked for; if none was, or none is known, any will do."""
+    asked = plan.request.precision if plan.request else plan.precision
+    return asked == "auto" or record.environment.get("precision", asked) == asked
 
 
 def _finished_at(record: RunRecord) -> datetime:

@@ -71,6 +71,11 @@ _TABLES = {"grid": "[[grid]]", "variant": "[[grid.variant]]"}
 _MOST_ROWS = 3
 
 
+def usual_folder(name: str) -> Path:
+    """Where the runs of a study lie unless another folder is asked for."""
+    return Path("runs") / "studies" / safe_name(name)
+
+
 def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | None = None) -> Study:
     """Reads a study file and plans all its runs.
 
@@ -97,7 +102,7 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
         problems += reader.problems
         if reader.title:
             titles[number] = reader.title
-    place = folder or Path("runs") / "studies" / safe_name(path.stem)
+    place = folder or usual_folder(path.stem)
     entries, wrong = _entries(cases, place)
     if asked_wrongly or problems or wrong:
         raise ConfigError([*asked_wrongly, *(f"{path.name}: {p}" for p in dict.fromkeys([*problems, *wrong]))])

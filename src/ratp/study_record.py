@@ -83,6 +83,19 @@ class StudyRecord:
         """The finished runs by all names that any row has."""
         return [record for run in self.runs for record in _named(run, run.rows)]
 
+    def by_one_name(self) -> list[tuple[str, AskedRun]]:
+        """The runs, each once, with the first name of its settings; that of a sweep only if there is no other."""
+        names: dict[tuple[str, str], str] = {}
+        for run, rows in [*((run, run.own_rows) for run in self.runs), *((run, run.rows) for run in self.runs)]:
+            for row in rows:
+                names.setdefault(_settings(run), row.label)
+        return [(names[_settings(run)], run) for run in self.runs]
+
+
+def _settings(run: AskedRun) -> tuple[str, str]:
+    """What a run has in common with those that differ in order and seed alone."""
+    return run.stream, run.settings or (run.own_rows or run.rows)[0].label
+
 
 def _named(run: AskedRun, rows: Sequence[Row]) -> list[RunRecord]:
     """A run by the names that some rows have; none if it has not come to its end."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,7 +110,7 @@ class TestRun:
 
     def test_the_usual_run_has_a_plain_name(self, monkeypatch):
         monkeypatch.setattr(Run, "events", lambda self: (event for event in ()))
-        monkeypatch.setattr(Run, "record", lambda self: print(self.folder))
+        monkeypatch.setattr(Run, "record", lambda self: print(self.folder) or Mock(rollbacks=()))
         assert ratp("run", "--method", "source-only", "-q").out == "runs/demo-source-only-2022\n"
 
     def test_a_complete_run_is_said_to_be_complete(self, done):
@@ -181,6 +182,14 @@ class TestReport:
         assert {"index.html", "report.md", "metrics.csv", "report.tex"} <= set(os.listdir(out / "report"))
         assert f"{out / 'report' / 'index.html'}" in result.err.replace("\n", "")
         assert plain(result.out + result.err)
+
+    def test_a_damaged_run_in_a_folder_keeps_nobody_from_the_others(self, done, tmp_path):
+        folder = shutil.copytree(done, tmp_path / "runs")
+        (folder / "seed-2" / "matrix.json").write_text("{")
+        result = ratp("report", folder)
+        assert result.code == 0 and "after street" in result.out
+        assert f"note: left out: {folder / 'seed-2' / 'matrix.json'} is damaged" in result.err.replace("\n", " ")
+        assert ratp("report", folder / "seed-2").code == 2  # one that is named is meant
 
     def test_results_are_exported_and_can_be_reported(self, reported):
         out, _ = reported
@@ -383,3 +392,15 @@ def test_a_pipe_that_takes_little_is_no_trouble(words, monkeypatch):
     taken.flush()
     assert (end.value.code or 0) == 0
     assert taken.buffer.getvalue()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"]])
+@pytest.mark.faults(4, "no room for what is printed: one line says so")
+def test_no_room_for_what_is_printed(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ratp", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write to standard output: No space left on device.")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

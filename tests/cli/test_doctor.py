@@ -250,4 +250,10 @@ class TestRuns:
         place = here / "runs" / "studies" / "main" / "x"
         shutil.copytree(KEPT / "between-stages", place)
         (place.parent / "study.json").write_text('{"study": "main"}')
-        assert told()["unfinished"]["advice"].startswith("ratp study run main.toml")
+        assert told()["unfinished"]["advice"] == "ratp study run main.toml (the study it belongs to)"
+
+    def test_one_of_a_study_in_a_folder_of_another_name(self, here):
+        place = here / "runs" / "studies" / "again" / "x"
+        shutil.copytree(KEPT / "between-stages", place)
+        (place.parent / "study.json").write_text('{"study": "main"}')
+        assert told()["unfinished"]["advice"].startswith("ratp study run main.toml --out runs/studies/again ")

@@ -262,6 +262,15 @@ class TestReport:
         assert re.search(r"shot.*seed 2", result.out)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report is in nobody's way
 
+    def test_a_comparison_of_its_runs_leaves_it_alone(self, study):
+        ratp("study", "report", *study, "-q")
+        before = traces(Path("made/runs/report"))
+        result = ratp("report", "made/runs", "--export", "exported")
+        assert result.code == 0 and "made/runs/comparison/index.html" in result.out + result.err
+        assert traces(Path("made/runs/report")) == before
+        Path("made/runs/study.json").unlink()
+        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # nor is the comparison in anybody's way
+
     def test_quiet_and_elsewhere(self, study):
         before = traces(Path("made"))
         result = ratp("study", "report", *study, "--to", "report", "--quiet")

@@ -230,6 +230,19 @@ class TestOrders:
         assert (first.stream, first.mean("ratp", "TDG").mean) == ("demo", 50)
         assert (second.stream, second.mean("ratp", "TDG").mean) == ("other", 10)
 
+    def test_a_setting_of_several_names_is_no_rival_of_itself(self):
+        """Its default is among the swept values, a variant changes nothing, and either asks for another seed."""
+        names = Row(0, "ratp, r_con 0.8", ("r_con", 0.8)), Row(1, "ratp"), Row(2, "full", is_variant=True)
+        runs = [
+            asked("", (60, 90, 80), order, seed, rows=names[:1] if seed == 3 else names, settings="r_con=0.8")
+            for order in (AB, BA)
+            for seed in (1, 2, 3)
+        ]
+        runs += [asked("shot", (50, 80, 70), order, settings="shot") for order in (AB, BA)]
+        (orders,) = several_orders(study(*runs))
+        assert {label: rank.mean for label, rank in orders.ranks("TDG").items()} == {"ratp": 1, "shot": 2}
+        assert [run.seed for run in orders.lines["ratp"][AB].runs] == [1, 2, 3]
+
     def test_who_has_no_rival_has_no_rank(self):
         (orders,) = several_orders(study(*TWO_ORDERS[:4], *TWO_ORDERS[-2:]))
         assert orders.ranks("TDG") == {}
@@ -375,7 +388,7 @@ class TestSweeps:
         page = write_study(study(*runs, usual={(0, "r_con"): 0.5}), tmp_path)
         rows = lines_of((page.parent / "report.md").read_text(), "r_con on demo: a > b > c")
         assert rows == {
-            "0.5 (default)": ["1", "50.0¹", "*81.0*¹", "71.0¹"],
+            "0.5 (usual)": ["1", "50.0¹", "*81.0*¹", "71.0¹"],
             "0.7": ["1", "*51.0*¹", "**83.0**¹", "**75.0**¹"],
             "0.9": ["1", "**52.0**¹", "**83.0**¹", "*73.0*¹"],
         }
@@ -387,7 +400,7 @@ class TestSweeps:
         ticks = [" ".join(label.get_text().split()) for label in ax.get_xticklabels()]
         assert ticks == ["t2pl", "true (knows target labels)"]
         rows = lines_of((write_study(found, tmp_path).parent / "report.md").read_text(), "labels on demo: a > b > c")
-        assert list(rows) == ["t2pl", "true (default, knows target labels)"]
+        assert list(rows) == ["t2pl", "true (usual, knows target labels)"]
 
     def test_a_missing_value_is_called_by_its_value(self):
         (ax,) = sweep_curves(sweeps(study(*swept({0.9: (52, 83, 73), 0.5: None})))[0]).axes

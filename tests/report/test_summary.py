@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,45 @@ def test_runs_that_are_not_alike_are_told(make_run):
     assert "same images of photo:" in notes
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "told"),
+    [
+        ("method_file", ("a" * 64, "b" * 64), ["mine (file aaaaaaaa)", "mine (file bbbbbbbb)"]),
+        ("weights", (None, "c" * 64), ["mine (weights none)", "mine (weights cccccccc)"]),
+        ("guard", ("act", "record"), ["mine (guard act)", "mine (guard record)"]),
+    ],
+)
+def test_what_no_label_names_makes_another_row(key, values, told, make_run):
+    """An edited file of one's own, say: its seeds are not those of the file before."""
+    runs = [make_run(method="mine", seed=seed, **{key: value}) for seed in (1, 2) for value in values]
+    (section,) = sections(group_runs([*runs, make_run(method="other")]))
+    assert [group.label for group in section.groups] == [*told, "other"]
+    assert [len(group.counted) for group in section.groups] == [2, 2, 1]
+    assert [section.name_of(run) for run in section.runs][::2] == [*told, "other"]
+    assert section.notes() == []
+
+
+def test_runs_on_other_images_are_neither_seeds_nor_repetitions(make_run):
+    images = [{"scan": "s", "photo": photo, "font": "f"} for photo in ("p", "q")]
+    runs = [
+        make_run(seed=0, data=images[0]),
+        make_run(SECOND, seed=0, data=images[1]),
+        make_run(seed=1, data=images[0]),
+    ]
+    (section,) = sections(group_runs(runs))
+    assert [len(group.counted) for group in section.groups] == [2, 1]
+    assert all(re.fullmatch(r"ratp \(images [0-9a-f]{8}\)", group.label) for group in section.groups)
+    (note,) = section.notes()
+    assert note.startswith("Not every run saw the same images of photo")
+
+
+def test_a_precision_of_its_own_is_told(make_run):
+    tf32, bf16 = (replace(make_run(seed=seed), environment={"precision": p}) for seed, p in enumerate(("tf32", "bf16")))
+    (section,) = sections(group_runs([tf32, bf16, replace(make_run(method="shot"), environment={"precision": "bf16"})]))
+    assert section.notes() == ["Not every run was computed in the same precision: bf16: ratp, shot; tf32: ratp."]
+    assert sections(group_runs([bf16, make_run(method="old")]))[0].notes() == []
+
+
 def test_images_that_were_left_out_are_told_once(make_run):
     notes = ["photo: left out 2:\n  a.png: empty\n  b.png: empty", "font: no images of cat."]
     (section,) = sections(group_runs([make_run(seed=0, notes=notes), make_run(seed=1, notes=notes)]))
@@ -118,6 +158,12 @@ def test_images_that_were_left_out_are_told_once(make_run):
 
 def test_runs_alike_but_for_the_seed_need_no_note(make_run):
     assert sections(group_runs([make_run(seed=0), make_run(seed=1)]))[0].notes() == []
+
+
+def test_a_value_that_had_to_be_asked_for_before_it_was_the_default_makes_no_difference(make_run):
+    asked, by_default = make_run(seed=0, changed={"pca": True}), make_run(seed=1)
+    (group,) = group_runs([replace(run, name="ratp") for run in (asked, by_default)])
+    assert not any("differ" in note for note in sections([group])[0].notes())
 
 
 def test_nothing_to_report_is_an_error_that_says_so():

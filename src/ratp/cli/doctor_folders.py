@@ -19,10 +19,13 @@ from ratp.data.place import VARIABLE, data_folder, find_domain
 from ratp.data.sources import data_set
 from ratp.data.tree import open_tree
 from ratp.errors import RatpError
-from ratp.files import is_leftover, is_whole
+from ratp.files import is_leftover, is_whole, read_json
 from ratp.lock import LOCK_FILE, is_held
 from ratp.record import RunRecord, read_run
+from ratp.schema import STUDY
 from ratp.streams import STREAMS
+from ratp.study import ABOUT
+from ratp.study_file import usual_folder
 
 LEAST_FREE_DISK = 1 << 30
 DATA_SETS = ("digits", "pacs", "domainnet")
@@ -32,8 +35,8 @@ _HARMLESS = "nothing to do: the next run of the folder clears it away"
 
 def disk(what: str, folder: Path, advice: str, *, needed: bool = True) -> Finding:
     """Whether a folder can be written to and has room; where it is needed, nothing works without."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
     try:
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
         free = shutil.disk_usage(existing).free
@@ -156,12 +159,25 @@ def _text(path: Path) -> bytes:
         return b""
 
 
+def _study_command(about: Path, here: Path) -> str:
+    """The command that continues a study, from the file in its folder that says which it is."""
+    folder = about.parent
+    try:
+        name = str(STUDY.read(read_json(about), about)["study"])
+    except (RatpError, KeyError):
+        name = folder.name
+    words = ["ratp", "study", "run", f"{name}.toml"]
+    if folder != here / usual_folder(name):
+        words += ["--out", str(folder.relative_to(here))]
+    return f"{shlex.join(words)} (the study it belongs to)"
+
+
 def _continued(record: RunRecord, here: Path) -> str:
     """The command that continues a run."""
     config, place = record.config, record.path
-    study = place.parent / "study.json"
+    study = place.parent / ABOUT
     if study.exists():
-        return f"ratp study run {shlex.quote(place.parent.name)}.toml (the study it belongs to)"
+        return _study_command(study, here)
     if record.config["stream"] not in STREAMS or config.get("method_file"):
         return f"the command it was started with, and --out {shlex.quote(str(place.relative_to(here)))}"
     words = ["ratp", "run", config["stream"], "-m", record.method, "--seed", str(record.seed)]

@@ -56,11 +56,11 @@ def decoding(console: Console, *, quiet: bool) -> Iterator[Report | None]:
         yield bar
 
 
-def print_notes(stream: Stream, console: Console) -> None:
-    """What the user should know about the images before training begins."""
-    for note in image_notes(stream.notes, stream.origins):
+def print_notes(stream: Stream, console: Console, *, brief: bool = False) -> None:
+    """What the user should know about the images before training begins; in brief, only what may be amiss with them."""
+    for note in image_notes(stream.notes, {} if brief else stream.origins):
         print_note(note, console)
-    if stream.files:
+    if stream.files and not brief:
         print_note(f"no labels, so no accuracy: {', '.join(stream.files)}", console)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import signal
 import sys
 from typing import Annotated
@@ -66,10 +68,18 @@ def main() -> None:
             stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
         sys.exit(2)
     except Exception as error:
-        told = own_traceback(error)
+        told = own_traceback(error) or _full(error)
         if told is None:
             raise
         stderr().print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:  # before a command began
         sys.exit(128 + signal.SIGINT)
+
+
+def _full(error: Exception) -> str | None:
+    """A disk that has no room for what is printed, in a sentence; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it would fail once more at the end
+    return f"cannot write {error.filename or 'to standard output'}: {error.strerror}. What was kept on disk is whole."

@@ -10,13 +10,15 @@ from typing import Annotated
 import typer
 
 from ratp.changed import by_now
-from ratp.cli.console import print_json, say, stdout
+from ratp.cli.console import print_json, say, stderr, stdout
+from ratp.cli.loading import print_note
 from ratp.cli.runs import Json, Quiet
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.files import safe_name
 from ratp.record import CONTINUED, RunRecord, is_run, read_run
 from ratp.request import DEFAULT_PRESET
 from ratp.streams import STREAMS
+from ratp.study import ABOUT, COMPARISON, REPORT
 
 _LONGEST = 40  # letters that changed switches may have in a file's name
 
@@ -24,7 +26,11 @@ _LONGEST = 40  # letters that changed switches may have in a file's name
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, exported results, or folders of either.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report; default: `report` in the first folder given.")
+        Path | None,
+        typer.Option(
+            help="Folder for the report; default: `report` in the first folder given, or `comparison` if that is a "
+            "study's, whose report stays as it is."
+        ),
     ] = None,
     export: Annotated[
         Path | None, typer.Option(help="Also write each run as one small JSON file into this folder.")
@@ -39,8 +45,7 @@ def report(
     records = [record for path in runs for record in _read(path)]
     if export is not None:
         _export(records, export)
-    folder = out or (runs[0] if runs[0].is_dir() else Path()) / "report"
-    page = write_report(records, folder)
+    page = write_report(records, out or _folder(runs[0]))
     if json_:
         print_json({"runs": [record.to_json() for record in records], "report": str(page)})
     elif not quiet:
@@ -48,14 +53,35 @@ def report(
         say(f"Report: {page}")
 
 
+def _folder(first: Path) -> Path:
+    """Where a report goes unless a folder is asked for."""
+    if not first.is_dir():
+        return Path(REPORT)
+    return first / (COMPARISON if (first / ABOUT).exists() else REPORT)
+
+
 def _read(path: Path) -> list[RunRecord]:
-    """The run at ``path``, or all in that folder: run directories or, if there are none, exported results."""
+    """The run at ``path``, or all in that folder: run directories or, if there are none, exported results.
+
+    Of a folder, what is damaged is left out with a word, unless it is all there is.
+    """
     if not path.is_dir() or is_run(path):
         return [by_now(read_run(path))]
     inside = sorted(filter(is_run, path.iterdir())) or sorted(path.glob("*.json"))
     if not inside:
         raise RunDirectoryError(f"{path} holds no run: no config.json, no folder with one and no exported result.")
-    return [by_now(read_run(item)) for item in inside]
+    found: list[RunRecord] = []
+    damage: list[RunDirectoryError] = []
+    for item in inside:
+        try:
+            found.append(by_now(read_run(item)))
+        except RunDirectoryError as error:
+            damage.append(error)
+    if not found:
+        raise damage[0]
+    for what in damage:
+        print_note(f"left out: {what}", stderr())
+    return found
 
 
 def _export(records: list[RunRecord], folder: Path) -> None:

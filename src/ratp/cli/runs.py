@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from ratp.changed import by_now
 from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.loading import data_options, decoding, print_notes
+from ratp.cli.loading import data_options, decoding, print_note, print_notes
 from ratp.cli.progress import follow, follow_all
 from ratp.errors import ConfigError, RatpError
 from ratp.files import safe_name
@@ -29,7 +29,9 @@ from ratp.study import Executor, find_executor
 
 DEMO_METHODS = ("source-only", "ratp")
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print neither progress nor results.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only what may be amiss.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to standard output.")]
 Data = Annotated[
     Path | None,
@@ -238,13 +240,15 @@ def run(
     if len(plans) > 1:
         _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
         return
-    if not (quiet or json_):
-        print_notes(current.stream, stderr())
+    if not json_:
+        print_notes(current.stream, stderr(), brief=quiet)
     follow(current, stderr(), quiet=quiet or json_)
     record = current.record()
     if json_:
         print_json(record.to_json())
-    elif not quiet:
+    elif quiet:
+        _tell_rollbacks([record])
+    else:
         from ratp.report.terminal import print_report
 
         print_report([by_now(record)], stdout())
@@ -260,18 +264,20 @@ def _run_several(
     runs: Sequence[Run], out: Path | None, at_once: int | None, on: Executor, *, quiet: bool, json_: bool
 ) -> None:
     """Makes runs side by side, compares them and says where they are; those that failed come last."""
-    if not (quiet or json_):
+    if not json_:
         said = []
         for current in runs:
             about = (current.stream.notes, current.stream.origins, tuple(current.stream.files))
             if about not in said:
                 said.append(about)
-                print_notes(current.stream, stderr())
+                print_notes(current.stream, stderr(), brief=quiet)
     records, failed = _sorted_out(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
-    elif not quiet and records:
+    elif quiet:
+        _tell_rollbacks(records)
+    elif records:
         from ratp.report.terminal import print_report
 
         print_report(records, stdout())
@@ -280,6 +286,13 @@ def _run_several(
         folders = [out] if out is not None and not failed else [record.path for record in records]
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
     _tell_failures(failed)
+
+
+def _tell_rollbacks(records: Sequence[RunRecord]) -> None:
+    """Says what the guard undid, where nothing else does."""
+    for record in records:
+        for what in record.rollbacks:
+            print_note(f"{record.path}: the guard rolled back {what}.", stderr())
 
 
 def _sorted_out(

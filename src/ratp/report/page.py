@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from ratp.errors import RunDirectoryError
 from ratp.files import write_bytes
+from ratp.notes import Note
 from ratp.record import RunRecord
 from ratp.report.cells import (
     MEANING,
@@ -62,6 +64,10 @@ class SettingsTable:
     shared: dict[str, str]
     heads: tuple[str, ...]
     differing: dict[str, tuple[str, ...]]
+
+
+class PictureWarning(Note):
+    """Of what a run has kept for the pictures of its report, something is damaged."""
 
 
 def write_report(
@@ -156,11 +162,13 @@ def _drawn(section: Section) -> dict[tuple[str, Kind], bytes]:
         if figure is not None:
             drawn.update({(name, kind): encode(figure, kind) for kind in kinds})
     sampled = _sampled(section)
-    figure = sample_sheet(sampled) if sampled else None
-    if figure is not None:
-        drawn["randmix", "png"] = encode(figure, "png")
-    for name, run in _embedding(section).items():
-        figure = feature_maps(run)
+    kept = [("randmix", sample_sheet, sampled)] if sampled else []
+    for name, show, run in [*kept, *((name, feature_maps, run) for name, run in _embedding(section).items())]:
+        try:
+            figure = show(run)
+        except RunDirectoryError as error:  # what is kept for pictures decides nothing
+            warnings.warn(f"a picture is left out: {error}", PictureWarning, stacklevel=2)
+            continue
         if figure is not None:
             drawn[name, "png"] = encode(figure, "png")
     return drawn

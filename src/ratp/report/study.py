@@ -112,7 +112,7 @@ def _sweeps(study: StudyRecord) -> Chapter:
     for sweep in sweeps(study):
         caption = "Averages over domains."
         caption += " Bands: one sample standard deviation over seeds." if several_seeds(sweep.lines) else ""
-        caption += " The upright line is the default." if sweep.usual in sweep.values.values() else ""
+        caption += " The upright line is the usual value." if sweep.usual in sweep.values.values() else ""
         about = f"{study.titles[sweep.grid]}, " if sweep.grid in study.titles else ""
         name = f"sweep-{sweep.grid + 1}-{safe_name(sweep.switch)}"
         items.append(_picture(name, f"{about}{sweep.switch}, {sweep.stream}", caption, sweep_curves(sweep)))

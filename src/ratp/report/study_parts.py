@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -163,16 +163,20 @@ class Sweep:
 
 
 def several_orders(study: StudyRecord) -> list[Orders]:
-    """Every stream that something is asked for on in at least two orders, and that has results of it."""
+    """Every stream that something is asked for on in at least two orders, and that has results of it.
+
+    A setting stands there once, however many names the study has for it: it is no rival of itself.
+    """
     asked: dict[str, dict[str, dict[Order, None]]] = {}
-    for run in study.runs:
-        for row in run.rows:
-            asked.setdefault(run.stream, {}).setdefault(row.label, {})[run.order] = None
+    named = study.by_one_name()
+    for label, run in named:
+        asked.setdefault(run.stream, {}).setdefault(label, {})[run.order] = None
+    records = [replace(run.record, name=label) for label, run in named if run.record is not None]
     found = []
     for stream, labels in asked.items():
         often = {label: orders for label, orders in labels.items() if len(orders) > 1}
         orders = dict.fromkeys(order for orders in often.values() for order in orders)
-        if lines := _lines(study, stream, often):
+        if lines := _lines(records, stream, often):
             found.append(Orders(stream, tuple(orders), next(iter(often)), lines))
     return found
 
@@ -182,7 +186,7 @@ def variants(study: StudyRecord) -> list[Variants]:
     found = []
     for grid in dict.fromkeys(row.grid for run in study.runs for row in run.rows if row.is_variant):
         stream, orders, rows = _grid(study, grid)
-        if lines := _lines(study, stream, {row.label for row in rows if row.sweep is None}):
+        if lines := _lines(study.records_by_row(), stream, {row.label for row in rows if row.sweep is None}):
             found.append(Variants(grid, stream, orders, lines))
     return found
 
@@ -194,7 +198,7 @@ def sweeps(study: StudyRecord) -> list[Sweep]:
     for grid, switch in swept:
         stream, orders, rows = _grid(study, grid)
         values = {row.label: row.sweep[1] for row in rows if row.sweep and row.sweep[0] == switch}
-        if lines := _lines(study, stream, values):
+        if lines := _lines(study.records_by_row(), stream, values):
             found.append(Sweep(grid, stream, orders, switch, values, study.usual.get((grid, switch)), lines))
     return found
 
@@ -206,10 +210,10 @@ def _grid(study: StudyRecord, grid: int) -> tuple[str, tuple[Order, ...], list[R
     return runs[0].stream, tuple(dict.fromkeys(run.order for run in runs)), rows
 
 
-def _lines(study: StudyRecord, stream: str, labels: Container[str]) -> Lines:
-    """The finished runs on a stream by label and order, in the order of the file."""
+def _lines(records: Sequence[RunRecord], stream: str, labels: Container[str]) -> Lines:
+    """Some of the runs on a stream by label and order, in their order."""
     found: dict[str, dict[Order, list[RunRecord]]] = {}
-    for run in study.records_by_row():
+    for run in records:
         if run.config["stream"] == stream and run.name is not None and run.name in labels:
             found.setdefault(run.name, {}).setdefault(run.matrix.domains, []).append(run)
     return {

@@ -170,7 +170,7 @@ def _p_text(p: float) -> str:
 
 def _value_name(sweep: Sweep, label: str) -> str:
     value = sweep.values[label]
-    extra = ["default"] if value == sweep.usual else []
+    extra = ["usual"] if value == sweep.usual else []
     extra += [ORACLE] if sweep.is_oracle(label) else []
     return f"{as_text(value)} ({', '.join(extra)})" if extra else as_text(value)
 

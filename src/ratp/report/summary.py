@@ -6,6 +6,8 @@ its own (:meth:`Group.parts`), so that it is neither lost nor averaged with comp
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -194,6 +196,7 @@ class Section:
         known = dict.fromkeys(line for run in self.runs for line in _first_lines(run.config.get("notes")))
         if known:
             notes.append(f"Of the images: {'; '.join(known)}.")
+        notes += _precision_notes(self.groups)
         images = differing([flatten({"data": run.config.get("data", {})}) for run in self.runs])
         if images:
             names = ", ".join(key.removeprefix("data.") for key in images)
@@ -203,11 +206,32 @@ class Section:
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Puts runs that differ only in seed together, in the order they first appear."""
-    found: dict[tuple[str, str, tuple[str, ...]], list[RunRecord]] = {}
+    called: dict[_Key, list[RunRecord]] = {}
     for run in runs:
-        key = (run.label, str(run.config["stream"]), run.matrix.domains)
-        found.setdefault(key, []).append(run)
+        called.setdefault(_key(run), []).append(run)
+    names = {key: differing([_unnamed(run) for run in same]) for key, same in called.items()}
+    found: dict[_Key, list[RunRecord]] = {}
+    for run in runs:
+        apart = tuple(f"{name} {_unnamed(run)[name]}" for name in names[_key(run)])
+        told = replace(run, apart=apart)
+        found.setdefault(_key(told), []).append(told)
     return [Group(*key, tuple(members)) for key, members in found.items()]
+
+
+_Key = tuple[str, str, tuple[str, ...]]
+
+
+def _key(run: RunRecord) -> _Key:
+    return run.label, str(run.config["stream"]), run.matrix.domains
+
+
+def _unnamed(run: RunRecord) -> dict[str, str]:
+    """What makes another method of it, another start or another task, and is in no label."""
+    config = run.config
+    images = hashlib.sha256(json.dumps(config.get("data"), sort_keys=True).encode()).hexdigest()
+    hashes = {"file": config.get("method_file"), "weights": config.get("weights"), "images": images}
+    texts = {name: str(value)[:8] if value else "none" for name, value in hashes.items()}
+    return {**texts, "guard": str(config.get("guard", "record"))}
 
 
 def sections(groups: Sequence[Group]) -> list[Section]:
@@ -269,8 +293,9 @@ def _group_notes(group: Group) -> list[str]:
         key
         for key in differing([flatten(run.config) for run in group.runs])
         if key not in ("seed", "ratp", "fingerprint", "notes", "after.fingerprint")
+        # Images have a note of their own; what counts as changed depends on the defaults of its time.
+        and key.partition(".")[0] not in ("data", "changed")
     ]
-    unlike = [key for key in unlike if not key.startswith("data.")]
     if unlike:
         notes.append(f"{group.label}: its runs differ in more than their seed: {', '.join(unlike)}.")
     late = "; ".join(dict.fromkeys(filter(None, (describe_late(run.matrix) for run in group.runs))))
@@ -282,11 +307,25 @@ def _group_notes(group: Group) -> list[str]:
         notes += [f"{group.label}, seed {run.seed}: the guard rolled back {text}." for text in run.rollbacks]
     told = summarise_known(forgetting_as_told(run) for run in group.counted)
     if told.n:
-        notes.append(f"{group.label}: told the domain of every image, it would have FA {told.mean:.1f}.")
+        over = f" over {told.n} of {len(group.counted)} seeds" if told.n < len(group.counted) else ""
+        notes.append(f"{group.label}: told the domain of every image, it would have FA {told.mean:.1f}{over}.")
     probed = sum(bool(by_domain(run, "Unfamiliar")) for run in group.counted)
     if 0 < probed < len(group.counted):
         notes.append(f"{group.label}: Unfamiliar is over {probed} of {len(group.counted)} seeds, the ones measured.")
     return notes
+
+
+def _precision_notes(groups: Sequence[Group]) -> list[str]:
+    """What was computed in which precision, if not all in the same."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            if precision := run.environment.get("precision"):
+                found.setdefault(str(precision), []).append(group.label)
+    if len(found) < 2:
+        return []
+    listed = "; ".join(f"{precision}: {', '.join(dict.fromkeys(names))}" for precision, names in sorted(found.items()))
+    return [f"Not every run was computed in the same precision: {listed}."]
 
 
 def _first_lines(notes: object) -> list[str]:
