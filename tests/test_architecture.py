@@ -109,7 +109,7 @@ def test_a_method_knows_neither_runs_nor_streams_nor_evaluation(module):
 
 @pytest.mark.parametrize("module", within("ratp.report"))
 def test_a_report_reads_files_only(module):
-    names = ("errors", "files", "matrix", "record", "schema", "statistics", "study_record")
+    names = ("errors", "files", "matrix", "notes", "record", "schema", "statistics", "study_record")
     below = {f"ratp.{name}" for name in names}
     assert {name for name in own(module) if not name.startswith("ratp.report")} <= below
 
