@@ -1,4 +1,4 @@
-"""Writes REPRODUCIBILITY.md: every number of the paper that has been run, ours beside it, from results/."""
+"""Writes REPRODUCIBILITY.md: every number of the paper, ours beside it as far as it has been run, from results/."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ A cell reads `ours (paper) gap`: our mean over n seeds, ± their standard deviat
 how far ours lies from it. A cell without an arrow is *within*: our mean is at most {TOLERANCE:g} points away or, with
 several seeds, no farther than the 95 % confidence interval of our mean reaches. ▲ is above, ▼ below, both before
 rounding. {DAGGER} marks what depends on SYN, which is regenerated here: domain {SYN}, everything measured after its
-training, and every mean with such a number in it.
+training, and every mean with such a number in it. `{MISSING} (paper)` has not been run. A mean over all orders is over
+the seeds that every order was run with.
 
 ## What is not as in the paper
 
@@ -92,7 +93,7 @@ class Compared:
 
     def __str__(self) -> str:
         if not self.ours:
-            return MISSING
+            return f"{MISSING} ({self.cell.value:.1f})"
         spread = "" if self.ours.is_single else f" ± {self.ours.deviation:.1f}"
         gap = f"{round(self.ours.mean - self.cell.value, 1) + 0.0:+.1f}".replace("-", "−")
         dagger = f" {DAGGER}" if depends_on_syn(self.cell) else ""
@@ -215,14 +216,13 @@ def by_order(items: Sequence[Compared]) -> list[str]:
         first = here[0].cell
         columns = [*first.order, AVERAGE]
         rows = []
-        for of_method in _groups([item for item in here if item.ours], lambda cell: cell.method):
+        for of_method in _groups(here, lambda cell: cell.method):
             for line in _groups(of_method, lambda cell: cell.metric):
                 found = {item.cell.domain: str(item) for item in line}
                 about = [SPELLING[line[0].cell.method], _seeds(line[0]), line[0].cell.metric]
                 rows.append([*about, *(found.get(name, MISSING) for name in columns)])
-        blocks.append(f"### {first.stream}, {'>'.join(first.order)} (table {first.table})")
-        blocks += [_table(["method", "n", "metric", *columns], rows)] if rows else []
-        blocks += _not_run("Methods", here, _method)
+        blocks += [f"### {first.stream}, {'>'.join(first.order)} (table {first.table})", _command(first)]
+        blocks.append(_table(["method", "n", "metric", *columns], rows))
     return blocks
 
 
@@ -231,21 +231,27 @@ def by_table(items: Sequence[Compared]) -> list[str]:
     blocks = []
     for here in _groups(items, lambda cell: cell.table):
         first = here[0].cell
-        methods = list(dict.fromkeys(item.cell.method for item in here if item.ours))
+        methods = list(dict.fromkeys(item.cell.method for item in here))
         rows = []
         for of_order in _groups(here, _order):
-            if any(item.ours for item in of_order):
-                for line in _groups(of_order, lambda cell: cell.metric):
-                    found = {item.cell.method: item for item in line}
-                    seeds = " / ".join(_seeds(found[method]) for method in methods)
-                    about = [_order(line[0].cell), line[0].cell.metric, seeds]
-                    rows.append([*about, *(str(found[method]) for method in methods)])
-        blocks.append(f"### {first.stream} (table {first.table})")
-        if rows:
-            blocks.append(_table(["order", "metric", "n", *(SPELLING[method] for method in methods)], rows))
-            blocks += _not_run("Orders", here, _order)
-        blocks += _not_run("Methods", here, _method)
+            for line in _groups(of_order, lambda cell: cell.metric):
+                found = {item.cell.method: item for item in line}
+                n = (
+                    " / ".join(_seeds(found[method]) for method in methods)
+                    if any(item.ours for item in line)
+                    else MISSING
+                )
+                about = [_order(line[0].cell), line[0].cell.metric, n]
+                rows.append([*about, *(str(found[method]) for method in methods)])
+        blocks += [f"### {first.stream} (table {first.table})", _command(first)]
+        blocks.append(_table(["order", "metric", "n", *(SPELLING[method] for method in methods)], rows))
     return blocks
+
+
+def _command(cell: Published) -> str:
+    """What makes the runs of a table."""
+    files = {"main": cell.stream, "orders": f"{cell.stream}-ten-orders", "stationary": "stationary"}
+    return f"`ratp study run configs/paper/{files[cell.experiment]}.toml --known results` makes what is missing."
 
 
 def _groups(items: Iterable[Compared], key: Callable[[Published], object]) -> list[list[Compared]]:
@@ -254,16 +260,6 @@ def _groups(items: Iterable[Compared], key: Callable[[Published], object]) -> li
     for item in items:
         groups.setdefault(key(item.cell), []).append(item)
     return list(groups.values())
-
-
-def _not_run(what: str, items: Sequence[Compared], name: Callable[[Published], str]) -> list[str]:
-    """A line with what has no number of ours at all, if there is any."""
-    missing = [name(group[0].cell) for group in _groups(items, name) if not any(item.ours for item in group)]
-    return [f"{what} {NOT_RUN}: {', '.join(missing)}."] if missing else []
-
-
-def _method(cell: Published) -> str:
-    return SPELLING[cell.method]
 
 
 def _order(cell: Published) -> str:
