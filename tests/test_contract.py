@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import closing
+
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +102,11 @@ PHASES = " of mine must return a list of phases, [] if there is nothing to do; g
 STEPS = "source_phases of mine: the phase Learn needs steps, a whole number from 0; got "
 SCORES = "predict of mine must return a score for every image and class, floating-point of shape (32, 4); got "
 TENSORS = "state of mine must return tensors by name; "
+LEAVES = "self.method.stage += 1; self.method.left = [self.method.stage]"
+LATE = (
+    ("torch.tensor(self.stage)", "torch.tensor(self.stage), 'late': self.late"),
+    ("self.method.stage += 1", "self.method.stage += 1; self.method.late = torch.ones(())"),
+)
 
 
 @pytest.fixture
@@ -221,6 +230,35 @@ def test_what_cannot_be_asked_before_training_is_asked_after_it(mine, tmp_path):
     assert refusal(mine(wrong), tmp_path / "wrong") == f"{SCORES}float32 of shape (32, 3)."
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("torch.tensor(self.stage)", "torch.tensor(self.stage) if self.stage else None")],
+        [("torch.tensor(self.stage)", "torch.tensor(self.left[0])"), ("self.method.stage += 1", LEAVES)],
+        [("self.network = setting", "self.late = torch.tensor(torch.nan); self.network = setting"), *LATE],
+    ],
+    ids=["nothing", "not there", "no number"],
+)
+@pytest.mark.parametrize("save_every", [None, 0.0])
+def test_what_is_made_at_the_end_of_a_stage_is_not_asked_for_before(mine, tmp_path, changes, save_every):
+    """Nor is it missed when a run is stopped in the middle of a stage, and nobody gave dropout a generator."""
+    file = mine(*changes, ("F.dropout(logits, 0.1)", "logits"))
+    Run(toy_plan(file), tmp_path / "whole", save_every=save_every).execute()
+    stopped = Run(toy_plan(file), tmp_path / "stopped", save_every=save_every)
+    with closing(stopped.events()) as events:
+        for _ in range(3):
+            next(events)
+    stopped.execute()
+    assert same_tensors(tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "stopped"))
+
+
+def test_a_network_that_loses_its_numbers_is_noticed_within_the_stage(mine, tmp_path):
+    update = "self.optimiser.minimise(loss)"
+    spoilt = (update, f"{update}; self.method.network.bottleneck[1].running_var.fill_(torch.inf)")
+    told = refusal(mine(spoilt), tmp_path / "run")
+    assert told.startswith("network.bottleneck.1.running_var holds values that are no numbers in epoch 0 of stage 0")
+
+
 def test_methods_driven_by_hand_are_told_the_same(mine):
     built, source, targets = toy_method(toy_plan(mine((TARGET, "pass"), (PREDICT, f"{PREDICT}[:, :3]"))))
     built.fit_source(source)
@@ -270,16 +308,24 @@ class TestState:
         check_kept(built, build, source, torch.device("cpu"), "fp32")
 
     def test_looking_changes_no_result(self, mine, tmp_path, monkeypatch):
-        """Even if its layers draw from the generator that all of torch shares, when they are built and in training."""
-        file = mine(("self.teacher = self", "self.idle = torch.nn.Linear(2, 2); self.teacher = self"))
+        """Even if it draws from the generators that all share, when it is built and in training."""
+        seeded = "self.idle = torch.nn.Linear(2, 2); random.seed(5); np.random.seed(5); "
+        file = mine(
+            ("import torch\n", "import random\n\nimport numpy as np\nimport torch\n"),
+            ("self.teacher = self", f"{seeded}self.teacher = self"),
+            ("self.labels[index])", "self.labels[index]) * (1 + random.random() * np.random.rand())"),
+        )
         ends = []
         for looks in (True, False):
             if not looks:
                 monkeypatch.setattr(runs, "rehearse", lambda *_, **__: None)
                 monkeypatch.setattr(runs, "check_kept", lambda *_: None)
             torch.manual_seed(3)
+            random.seed(3)
+            np.random.seed(3)
             Run(toy_plan(file), tmp_path / str(looks)).execute()
-            ends.append((tensors_of(tmp_path / str(looks)), torch.rand(1)))
+            drawn = torch.rand(1).item(), random.random(), np.random.rand()
+            ends.append((tensors_of(tmp_path / str(looks)), drawn))
         assert same_tensors(ends[0][0], ends[1][0])
         assert ends[0][1] == ends[1][1]
 

@@ -11,6 +11,7 @@ import pytest
 
 from helpers import TINY, accuracy_of, files_of, journal_of, load_tool, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.earlier import ContinuedWarning
+from ratp.environment import changes
 from ratp.errors import ConfigError, RunDirectoryError
 from ratp.events import StageStarted, Trained
 from ratp.matrix import Matrix
@@ -138,6 +139,11 @@ class TestDirectory:
         with pytest.warns(ContinuedWarning, match=r"another environment: python 2\.7"):
             Run(plan(), tmp_path / "late", after=early).execute()
         assert "python 2.7" in read_run(tmp_path / "late").moves[0]
+
+    def test_which_of_several_gpus_it_was_makes_no_difference(self):
+        was = {"device": "cuda:0", "python": "3.11"}
+        assert changes(was, {"device": "cuda", "python": "3.11"}) == {}
+        assert changes(was, {"device": "cpu", "python": "3.11"}) == {"device": ["cuda", "cpu"]}
 
     def test_targets_without_labels(self, tmp_path):
         """Some of the stages before and some new; predictions are those of the whole order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def found_in_turn(models):
     try:
         return models.find({})
     except TakenError as taken:
-        while not models.claim(taken.lock):
+        while not models.is_there_or_claimed(taken.path):
             time.sleep(0.01)
     return models.find({})
 
@@ -163,6 +164,45 @@ def test_of_those_who_come_after_an_early_end_one_trains_and_the_others_wait(tmp
     for thread in threads:
         thread.join(10)
     assert got == ["second", "third"]
+
+
+def test_one_who_waits_sees_what_others_keep_before_the_first_lets_go(tmp_path):
+    """A run that was left standing, holding its lock, while another in the same thread trained the network."""
+    first, second, third = (SourceModels(tmp_path, {}) for _ in range(3))
+    assert first.find({}) is None
+    assert second.find({}) is None  # of the same thread: it does not wait
+    got = []
+    waiting = threading.Thread(target=lambda: got.append(found_in_turn(third)))
+    waiting.start()
+    time.sleep(0.1)
+    assert not got
+    second.keep({}, {"tensor": torch.ones(2)})
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert got[0] is not None
+    first.release()
+
+
+def test_an_error_of_the_system_while_waiting_is_no_end(tmp_path, monkeypatch):
+    first, second = runs_at_once(tmp_path, "source-only", "tent")
+    events = until_trained(first)
+    tries, hold = [], module.hold_if_free
+
+    def flaky(lock):
+        tries.append(lock)
+        if len(tries) == 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return hold(lock)
+
+    monkeypatch.setattr(module, "hold_if_free", flaky)
+    waiting = in_a_thread(second, [])
+    waiting.join(1.0)
+    assert waiting.is_alive()
+    assert len(tries) > 3
+    for _ in events:
+        pass
+    waiting.join(60)
+    assert is_reused(tmp_path / "1")
 
 
 @pytest.mark.parametrize("how", ["given up", "failed"])

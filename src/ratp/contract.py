@@ -18,6 +18,10 @@ class ContractError(RatpError):
     """A method gives something else than is asked of every method."""
 
 
+class NotYetError(ContractError):
+    """A method gives nothing where it may have something once it has learnt."""
+
+
 def called(method: object, function: str) -> str:
     """What a function of a method is called in messages."""
     return f"{function} of {getattr(method, 'name', type(method).__name__)}"
@@ -57,6 +61,8 @@ def check_state(state: object, giver: str) -> None:
     for name, value in state.items():
         if not isinstance(name, str):
             raise ContractError(f"{wanted}; the name {name!r} is no text.")
+        if value is None:
+            raise NotYetError(f"{wanted}; {name!r} is None. Leave out what there is not.")
         if not isinstance(value, Tensor):
             hint = "pack({…}) joins parts" if isinstance(value, Mapping) else "torch.tensor(…) makes one of numbers"
             raise ContractError(f"{wanted}; {name!r} is {_shown(value)}. {hint}.")

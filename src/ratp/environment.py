@@ -52,9 +52,12 @@ def code_hash() -> str:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What differs between two environments, so far as a result may depend on it: both values, by name.
 
-    Of code a hash was not always kept: where there is none, nothing is known to differ.
+    Of code a hash was not always kept: where there is none, nothing is known to differ. Which of several GPUs it was
+    was kept once, and makes no difference.
     """
     old, new = _flat({"code": now.get("code"), **before}), _flat(now)
+    if "device" in old:
+        old["device"] = str(old["device"]).partition(":")[0]
     return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}
 
 

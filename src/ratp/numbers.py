@@ -8,10 +8,11 @@ last, with the same draws, and looked at after every step of the epoch in questi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ratp.drawn import listening
 from ratp.errors import TrainingError
@@ -58,10 +59,37 @@ def lost_numbers(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str
     return [name for name, value in values.items() if not math.isfinite(float(value))]
 
 
-def lost_weights(state: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that hold something that is no number. Waits for the device."""
-    floating = ((name, tensor) for name, tensor in state.items() if tensor.is_floating_point())
-    return [name for name, tensor in floating if not bool(tensor.isfinite().all())]
+def lost_weights(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that hold something that is no number. Waits for their device, once."""
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    on: dict[torch.device, list[str]] = {}
+    for name, tensor in floating.items():
+        on.setdefault(tensor.device, []).append(name)
+    sound: set[str] = set()
+    for names in on.values():
+        told = torch.stack([floating[name].isfinite().all() for name in names]).tolist()
+        sound.update(name for name, is_sound in zip(names, told, strict=True) if is_sound)
+    return [name for name in floating if name not in sound]
+
+
+class Weights:
+    """The weights and statistics of the networks that are attributes of an object, while it trains.
+
+    Args:
+        owner: A method. Its ``state`` is not asked for, which need not be complete before the end of a stage.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._were_none = set(lost_weights(self._tensors()))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        networks = {name: value for name, value in vars(self._owner).items() if isinstance(value, nn.Module)}
+        return {f"{name}.{key}": value for name, one in networks.items() for key, value in one.state_dict().items()}
+
+    def lost(self) -> list[str]:
+        """Names of those that hold something that is no number, and did not when this was made."""
+        return [name for name in lost_weights(self._tensors()) if name not in self._were_none]
 
 
 def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
@@ -80,17 +108,17 @@ def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: 
         raise NumbersLostError(what, progress.phase, progress.epoch)
 
 
-def check_weights(state: Mapping[str, Tensor], progress: Progress) -> None:
-    """Raises an error if weights are no numbers.
+def check_weights(weights: Weights, progress: Progress) -> None:
+    """Raises an error if weights are no numbers any more.
 
     Args:
-        state: The method's.
+        weights: The method's.
         progress: Where the training is.
 
     Raises:
         NumbersLostError: If so.
     """
-    bad = lost_weights(state)
+    bad = weights.lost()
     if bad:
         what = f"{bad[0]} holds values that are no numbers in epoch {progress.epoch}"
         raise NumbersLostError(what, progress.phase, progress.epoch, in_weights=True)
@@ -101,7 +129,7 @@ def find_batch(
     progress: Progress,
     error: NumbersLostError,
     capture: bool,
-    state: Callable[[], Mapping[str, Tensor]],
+    weights: Weights,
 ) -> BadBatch | None:
     """Makes steps until numbers are lost; None: they are not, this time.
 
@@ -110,7 +138,7 @@ def find_batch(
         progress: Where to begin.
         error: What had happened.
         capture: Whether to capture the steps before the epoch in question.
-        state: Gives the method's.
+        weights: What is trained.
     """
     place = error.phase, error.epoch
     if (progress.phase, progress.epoch) < place:
@@ -123,7 +151,7 @@ def find_batch(
             tick = next(steps, None)
         if not isinstance(tick, Tick):
             return None
-        bad = lost_numbers(tick.means) or (lost_weights(state()) if error.in_weights else [])
+        bad = lost_numbers(tick.means) or (weights.lost() if error.in_weights else [])
         if bad or tick.epoch_done:
             break
     if not bad and not error.in_weights:

@@ -30,9 +30,9 @@ from ratp.keepsakes import FEATURE_COUNT, copy_features, save_features, save_sam
 from ratp.lock import exclusive
 from ratp.matrix import Matrix, describe_late
 from ratp.method import Method, unpack
-from ratp.methods.own import check_kept, file_hash, rehearse
+from ratp.methods.own import check_kept, file_hash, give_generators, rehearse
 from ratp.notes import Note
-from ratp.numbers import NumbersLostError, check_numbers, check_weights, find_batch, lost_numbers, lost_weights
+from ratp.numbers import NumbersLostError, find_batch, lost_weights
 from ratp.phase import Phase, Tick, train
 from ratp.plan import RunPlan
 from ratp.precision import Precision, single_precision, use_precision
@@ -215,8 +215,8 @@ class Run:
             state = self._begin_after(begins_after)
         is_new = state is None and next(self._files.checkpoints.found(0), None) is None
         if is_new and self._is_own:
-            rehearse(self.method, self.stream.source, self.plan.device, told=self._is_told)
-        self._take_up(state)  # which builds another
+            rehearse(self._built(), self.stream.source, self.plan.device, told=self._is_told)
+        self._take_up(state)
         if is_new:
             self._start()
         else:
@@ -355,7 +355,7 @@ class Run:
         """Makes the stage again up to where its numbers were lost, and writes down the batch it happened with."""
         self._undo()
         work, name = self._prepare(stage), self.stream.order[stage]
-        found = find_batch(work.phases, work.progress, error, self._captures, self.method.state)
+        found = find_batch(work.phases, work.progress, error, self._captures, work.weights)
         self._files.lose_numbers(stage, name, str(error), self._precision)
         if found is None:
             return None
@@ -374,30 +374,30 @@ class Run:
         started = epoch_started = time.perf_counter()
         if self.probe and not work.done:
             yield from self._measure(stage, 0.0)
-        saved, moment = False, None
+        saved, tick = False, None
         try:
             for moment in train(work.phases, capture=self._captures, progress=work.progress):
                 saved = False
                 if not isinstance(moment, Tick):
                     work.statistics |= {n: value for n, value in moment.items() if math.isfinite(value)}
                     continue
-                work.done += moment.made
-                if moment.epoch_done:
-                    self._note_epoch(work, moment, epoch_started)
+                tick = moment
+                work.done += tick.made
+                if tick.epoch_done:
+                    self._note_epoch(work, tick, epoch_started)
                     epoch_started = time.perf_counter()
-                probes = self.probe and moment.epoch_done and work.done < work.total
+                probes = self.probe and tick.epoch_done and work.done < work.total
                 saved = probes  # between probes there is nothing to go on with
-                yield Trained(stage, name, moment)
+                yield Trained(stage, name, tick)
                 if probes:
                     yield from self._measure(stage, work.done / work.total)
                     epoch_started, saved = time.perf_counter(), False
                 if self._files.checkpoints.due:
-                    check_numbers(moment.means, work.progress)
-                    check_weights(self.method.state(), work.progress)
+                    work.check(tick)
                     self._files.save_checkpoint(work, time.perf_counter() - started)
                     saved = True
         except GeneratorExit:
-            if self.save_every is not None and not saved and self._is_sound(moment):
+            if self.save_every is not None and not saved and work.is_sound(tick):
                 self._files.save_checkpoint(work, time.perf_counter() - started)
             raise
         if bad := lost_weights(self.method.state()):
@@ -421,17 +421,21 @@ class Run:
 
     def _prepare_in_turn(self, stage: int) -> Generator[Event, None, Stage]:
         """As :meth:`_prepare`; if another run trains the network this one begins with, once it has."""
-        try:
-            return self._prepare(stage)
-        except TakenError as taken:
-            lock = taken.lock
-        warnings.warn("waiting for another run that trains the same source network", WaitingWarning, stacklevel=2)
-        assert self._models
-        while not self._models.claim(lock):
-            yield Waiting(stage, self.stream.order[stage])
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        self._take_up(None)  # half of what the stage needs had been made
-        return self._prepare(stage)
+        is_told = False
+        while True:
+            try:
+                return self._prepare(stage)
+            except TakenError as error:
+                taken = error
+            if not is_told:
+                told = "waiting for another run that trains the same source network"
+                warnings.warn(told, WaitingWarning, stacklevel=2)
+                is_told = True
+            assert self._models
+            while not self._models.is_there_or_claimed(taken.path):
+                yield Waiting(stage, self.stream.order[stage])
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            self._take_up(None)  # half of what the stage needs had been made
 
     def _prepare(self, stage: int) -> Stage:
         """The phases of a stage, as its latest usable checkpoint left them, or from the start."""
@@ -467,11 +471,6 @@ class Run:
             self._undo()
         return {"rolled_back": undone, **verdict.to_json()}
 
-    def _is_sound(self, moment: Tick | Mapping[str, float] | None) -> bool:
-        """Whether all is numbers, at some moment of a stage."""
-        means = moment.means if isinstance(moment, Tick) else {}
-        return not lost_numbers(means) and not lost_weights(self.method.state())
-
     def _row(self, work: Stage) -> dict[str, float]:
         """Accuracies after a stage; of a model that is the same as before it, those before."""
         if work.number and not work.phases and vars(type(self.method)).get("ignores_targets", False):
@@ -497,6 +496,8 @@ class Run:
 
     def _phases(self, stage: int) -> tuple[Sequence[Phase], int]:
         device = self.plan.device
+        if self._is_own:
+            give_generators(self.method, Randomness(self.plan.seed), device, stage)
         if stage == 0:
             source = self.stream.source
             return self.method.source_phases(with_images_on(source, device)), len(source)
@@ -529,10 +530,8 @@ class Run:
         self._files.finish_stage(self.method.state(), self.matrix, event)
 
     def _note_epoch(self, work: Stage, tick: Tick, started: float) -> None:
+        work.check(tick)
         means = {name: float(value) for name, value in tick.means.items()}
-        check_numbers(means, work.progress)
-        check_numbers(tick.statistics, work.progress)
-        check_weights(self.method.state(), work.progress)
         self._files.journal.note(
             "epoch",
             stage=work.number,

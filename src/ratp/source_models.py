@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ratp.environment import code_hash
-from ratp.errors import RunDirectoryError
+from ratp.errors import RatpError, RunDirectoryError
 from ratp.file_lock import FileLock, hold_if_free
 from ratp.files import is_leftover, read_tensors, write_tensors
 from ratp.notes import note_not_kept
@@ -35,16 +35,16 @@ DAY = 24 * 60 * 60.0
 _HOLDERS: dict[Path, int] = {}
 
 
-class TakenError(Exception):
+class TakenError(RatpError):
     """Another run trains the network that is looked for.
 
     Attributes:
-        lock: What that run holds.
+        path: Where that run will keep it.
     """
 
-    def __init__(self, lock: Path) -> None:
-        super().__init__(f"{lock} is held by another run")
-        self.lock = lock
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"another run trains the network that is to be kept in {path}; start again when it has.")
+        self.path = path
 
 
 class SourceModels:
@@ -66,21 +66,25 @@ class SourceModels:
         """The tensors kept under ``key``; None: there are none, and the others wait until this run keeps them.
 
         Raises:
-            TakenError: If another run trains them; :meth:`claim` tells when it does so no more.
+            TakenError: If another run trains them; :meth:`is_there_or_claimed` tells when it does so no more.
         """
         path = self._path(key)
-        lock = path.with_suffix(".lock")
+        lock = _lock_of(path)
         tensors = _read(path)
         # Another run that this thread makes in turn with this one would be waited for in vain.
         if tensors is None and self._holds != lock and _HOLDERS.get(lock) != threading.get_ident():
-            if not self.claim(lock):
-                raise TakenError(lock)
+            if not self._claim(lock):
+                raise TakenError(path)
             tensors = _read(path)  # another run may have trained them meanwhile
         if tensors is not None:
             self.release()
         return tensors
 
-    def claim(self, lock: Path) -> bool:
+    def is_there_or_claimed(self, path: Path) -> bool:
+        """Whether another run has kept its network or given up; in the latter case the others wait for this one now."""
+        return _read(path) is not None or self._claim(_lock_of(path))
+
+    def _claim(self, lock: Path) -> bool:
         """Makes others wait who look for the same; False: another run does so. Without locks, nobody waits."""
         self.release()
         try:
@@ -94,7 +98,8 @@ class SourceModels:
             self._held = held
             _HOLDERS[lock] = threading.get_ident()
         else:
-            held.release()
+            with suppress(OSError):
+                held.release()
         return True
 
     def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -163,6 +168,11 @@ class SharedTraining:
         if self._models:
             self._models.keep(self._key, self._network.state_dict())
         return {}
+
+
+def _lock_of(path: Path) -> Path:
+    """What a run holds that trains the network to be kept at ``path``."""
+    return path.with_suffix(".lock")
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:

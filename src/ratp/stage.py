@@ -10,8 +10,8 @@ import torch
 
 from ratp.method import Method
 from ratp.midstage import Checkpoint
-from ratp.numbers import NumbersLostError
-from ratp.phase import Phase, Progress
+from ratp.numbers import NumbersLostError, Weights, check_numbers, check_weights
+from ratp.phase import Phase, Progress, Tick
 from ratp.snapshot import Marks
 
 
@@ -25,6 +25,7 @@ class Stage:
         images: Number of its images.
         marks: How method and phases were when it began.
         progress: Where in its phases it is.
+        weights: What it trains.
         done: Steps made.
         seconds: Time it took before this process.
         statistics: What its finished phases recorded.
@@ -36,6 +37,7 @@ class Stage:
     images: int
     marks: Marks
     progress: Progress
+    weights: Weights
     done: int = 0
     seconds: float = 0.0
     statistics: dict[str, float] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class Stage:
         """A stage at its beginning."""
         progress = Progress()
         marks = Marks({"progress": progress, "phases": list(phases), "method": method}, device)
-        return cls(number, phases, images, marks, progress)
+        return cls(number, phases, images, marks, progress, Weights(method))
 
     @property
     def total(self) -> int:
@@ -79,6 +81,25 @@ class Stage:
             statistics=dict(self.statistics),
             events=events,
         )
+
+    def check(self, tick: Tick) -> None:
+        """Raises an error if losses, statistics of the epoch or weights are no numbers any more.
+
+        Raises:
+            NumbersLostError: If so.
+        """
+        check_numbers(tick.means, self.progress)
+        check_numbers(tick.statistics, self.progress)
+        check_weights(self.weights, self.progress)
+
+    def is_sound(self, tick: Tick | None) -> bool:
+        """Whether :meth:`check` has nothing to say; None: no step was made."""
+        try:
+            if tick is not None:
+                self.check(tick)
+        except NumbersLostError:
+            return False
+        return True
 
     def lost_at_the_end(self, what: str) -> NumbersLostError:
         """Something that is no number any more after the last step."""

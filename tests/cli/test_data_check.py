@@ -190,6 +190,13 @@ def test_manifests_are_written(data):
     assert manifest_from_json(rows[1]).counts == {"cat": 4, "dog": 4}
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
+    result = ratp("data", "check", "--out", "-", *more)
+    assert (result.code, result.out) == (2, "")
+    assert "goes to standard output. Choose another file with --out." in result.err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

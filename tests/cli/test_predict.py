@@ -220,6 +220,8 @@ class TestOut:
         expected = worked(ratp("predict", run, "new")).out
         assert worked(ratp("predict", run, "new", "--out", out, "--quiet")).out == expected
         assert Path("stdout").is_symlink() and not Path("-").exists()
+        mixed = ratp("predict", run, "new", "--out", out, "--json")
+        refused(mixed, "what --json prints goes to standard output", out="found.csv")
 
 
 class TestBadImages:

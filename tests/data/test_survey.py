@@ -63,6 +63,20 @@ def test_layouts(tmp_path, files, domains):
     [
         (["dog/2024/1.png", "dog/2025/1.png", "guitar/1.png", "house/1.png"], True),
         (["day/dog/1.png", "day/cat/1.png", "rain/dog/1.png", "rain/cat/1.png"], False),
+        ([f"{label}/{part}/1.png" for label in ("dog", "guitar", "house") for part in ("train", "Val")], True),
+        (
+            [
+                "dog/1.png",
+                "dog/a/1.png",
+                "dog/b/1.png",
+                "guitar/1.png",
+                "guitar/a/1.png",
+                "guitar/b/1.png",
+                "house/1.png",
+            ],
+            True,
+        ),
+        (["dog/a/1.png", "dog/b/1.png", "guitar/a/1.png", "guitar/b/1.png", "house/1.png", "house/a/1.png"], False),
     ],
 )
 def test_a_folder_is_found_as_one_domain_if_it_can_be_read_as_one(tmp_path, files, is_one):

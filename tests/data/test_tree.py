@@ -83,7 +83,19 @@ class TestLayout:
     def test_what_may_be_meant_as_an_image_and_is_not_read_is_told_apart(self, tmp_path):
         meant = ["cat/1.HEIC", "cat/2.avif", "cat/3.jpg_large", "cat/4.tiff64", "cat/raw/5.cr2"]
         begun = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
-        others = ["labels.csv", "cat/1.jpg.txt", "a.xml", "a.json", "a.md", "LICENSE", "cat/.8", "Thumbs.db", "x.npy"]
+        others = [
+            "labels.csv",
+            "cat/1.jpg.txt",
+            "a.xml",
+            "a.json",
+            "a.md",
+            "LICENSE",
+            "cat/.8",
+            "Thumbs.db",
+            "x.npy",
+            "cat/9.jpgw",
+            "a.gifv",
+        ]
         files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **begun}
         for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
             assert names(tree) == ["cat/1.png"]
@@ -102,11 +114,24 @@ class TestLayout:
         files = {f"{around}{name}": png() for name in layout}
         folder = put(tmp_path / "d", files)
         told = r"looks like several domains, not like one: 'day', 'night', 'rain'; .* in more than one of them\."
-        with pytest.raises(RatpError, match=rf"{told} Give one of them, e\.g\. {folder}/{around}day\."):
+        with pytest.raises(
+            RatpError, match=rf"{told} If they are classes, .* give one of them, e\.g\. {folder}/{around}day\."
+        ):
             open_tree(folder)
-        with pytest.raises(RatpError, match=rf"{told} Give one of them in a zip or a folder of its own\."):
+        with pytest.raises(RatpError, match=rf"{told} If they .* give one of them in a zip or a folder of its own\."):
             open_tree(zipped(tmp_path / "d.zip", files))
         assert open_tree(folder, labelled=False).classes is None
+        known = open_tree(folder, sure=True)
+        assert known.classes == ("day", "night", "rain")
+        (told,) = remarks_on(known)
+        assert "If 'day' is no class but a domain" in told
+
+    def test_two_classes_of_many_condemn_no_others(self, tmp_path):
+        files = [f"{name}/1.png" for name in "abcdefgh"]
+        files += [f"{name}/{year}/1.png" for name in ("w", "x") for year in ("2019", "2020")]
+        tree = open_tree(put(tmp_path, dict.fromkeys(files, png())))
+        assert tree.classes == (*"abcdefgh", "w", "x")
+        assert "If 'w' is no class" in remarks_on(tree)[0]
 
     def test_folders_of_several_sets_are_not_taken_for_one_domain(self, tmp_path):
         sets = {"digits": ("mnist", "usps"), "pets": ("photo", "sketch")}

@@ -125,6 +125,7 @@ def test_what_no_label_names_makes_another_row(key, values, told, make_run):
     assert [len(group.counted) for group in section.groups] == [2, 2, 1]
     assert [section.name_of(run) for run in section.runs][::2] == [*told, "other"]
     assert section.notes() == []
+    assert group_runs(section.runs) == list(section.groups)  # as often as they are grouped
 
 
 def test_runs_on_other_images_are_neither_seeds_nor_repetitions(make_run):

@@ -389,7 +389,16 @@ class TestPlaces:
     """What a folder or a zip can be besides a folder or a zip of images."""
 
     def test_hidden_files_and_clutter_are_no_images(self, day):
-        put(day, {".x.png": b"", "north/.DS_Store": b"x", "north/._0.png": b"x", "__MACOSX/n/0.png": b"x"})
+        put(
+            day,
+            {
+                ".x.png": b"",
+                "lost+found/0.png": b"x",
+                "north/.DS_Store": b"x",
+                "north/._0.png": b"x",
+                "__MACOSX/n/0.png": b"x",
+            },
+        )
         worked(run_folders(day, put(Path("night"), images(seed=1))))
         assert config_of()["classes"] == sorted(CLASSES)
 
@@ -410,9 +419,22 @@ class TestPlaces:
         """Or the names of the domains would be the classes."""
         put(Path("pics/rain"), images(seed=1))
         put(Path("pics/fog"), images(seed=2))
-        told = ("domain 'pics'", "looks like several domains", "'fog', 'rain'", "Give one of them, e.g. pics/fog")
+        told = ("domain 'pics'", "looks like several domains", "'fog', 'rain'", "give one of them, e.g. pics/fog")
         refused(run_folders("pics", day), *told)
         refused(run_folders(day, "pics"), *told, "--unlabelled")
+
+    def test_domains_with_the_same_folders_have_them_as_classes(self, day):
+        """Both eyes of the ill and of the well, in two clinics."""
+        for clinic in ("a", "b"):
+            for side in ("left", "right"):
+                files = images(seed=len(clinic + side))
+                put(Path(clinic), {name.replace("/", f"/{side}/", 1): data for name, data in files.items()})
+        source, target = load(Path("a"), Path("b"))
+        assert source.domain.classes == target.domain.classes == tuple(sorted(CLASSES))
+        assert "is no class but a domain" in source.notes[0]
+        assert load(Path("a"), day)[0].notes == source.notes[:1]
+        flat = put(Path("flat"), {"0.png": encoded(picture(0, 5))})
+        refused(run_folders("a", flat), "looks like several domains")
 
     def test_folders_within_classes_are_read_with_them_and_told(self, day):
         for name in ("north", "south"):

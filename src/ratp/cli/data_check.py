@@ -76,7 +76,7 @@ def check(
     The exit code is 1 if there is an image or a zip that cannot be used.
     """
     if out is not None:
-        check_out(out)
+        check_out(out, "what --json prints" if json_ else "what was found")
     with interruptible("Nothing was written; start again to check all."):
         groups = _groups(paths or [], data_folder(data))
         _decode(groups, workers, quiet=quiet or json_)

@@ -17,13 +17,18 @@ from ratp.notes import harmless
 _STDOUT = 1
 
 
-def check_out(path: Path) -> None:
+def check_out(path: Path, printed: str = "") -> None:
     """Refuses a path that cannot be written.
+
+    Args:
+        path: Where to write.
+        printed: What goes to standard output, if anything does: the two would be mixed up there.
 
     Raises:
         RatpError: With the reason.
     """
-    reason = None if _is_stdout(path) else _hindrance(path)
+    mixed = f"{printed} goes to standard output" if printed else None
+    reason = mixed if _is_stdout(path) else _hindrance(path)
     if reason:
         raise RatpError(f"cannot write {path}: {reason}. Choose another file with --out.")
 

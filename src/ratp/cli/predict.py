@@ -53,6 +53,7 @@ def predict(
     if problems:
         raise ConfigError(problems)
     if out is not None:
+        check_out(out, "what --json prints" if json_ else "")
         _refuse_to_lose(out, run, images if method is None else [*images, method])
     loaded = load(run, device=device, method=method)
     with decoding(stderr(), quiet=quiet or json_) as report:
@@ -72,14 +73,13 @@ def predict(
 
 
 def _refuse_to_lose(out: Path, run: Path, given: Sequence[Path]) -> None:
-    """Refuses to write what cannot be written, or over what the command reads.
+    """Refuses to write over what the command reads.
 
     Raises:
         RatpError: With the reason.
     """
-    check_out(out)
     folder, name = os.path.split(os.path.realpath(out))
-    if folder == os.path.realpath(run) and any(fnmatch(name, pattern) for pattern in _OF_A_RUN):
+    if folder == os.path.realpath(run) and any(fnmatch(name.lower(), pattern) for pattern in _OF_A_RUN):
         raise RatpError(f"cannot write {out}: files of the run {run} are called so. Choose another file with --out.")
     if is_given(out, given):
         raise RatpError(

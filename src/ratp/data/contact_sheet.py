@@ -78,8 +78,8 @@ def check_sheet(path: Path) -> None:
         raise RatpError(f"cannot write {path}: a contact sheet is a PNG image. Choose a name in .png with --out.")
     if path.exists() and not _is_sheet(path):
         raise RatpError(
-            f"cannot write {path}: it is there already, and no contact sheet written by ratp. Move it away, or choose "
-            "another name with --out."
+            f"cannot write {path}: it is there already, and not marked as a contact sheet of ratp's. Move it away, or "
+            "choose another name with --out."
         )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -73,6 +75,7 @@ def open_decoded(
     cache: Path | None = None,
     on_bad: OnBad = "stop",
     labelled: bool = True,
+    sure: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> DecodedDomain:
@@ -85,6 +88,7 @@ def open_decoded(
             are kept in memory, and a note says so.
         on_bad: What to do if there are files that cannot be decoded: ``"stop"`` or ``"skip"`` them.
         labelled: Whether folders are classes; if not, the domain is flat, however deep its images lie.
+        sure: Whether it is known to be one domain, even if its classes look like domains.
         workers: Processes to decode in; by default as many as there are cores.
         progress: Called with the number of files decoded and that of all; not called if the images are cached.
 
@@ -95,9 +99,9 @@ def open_decoded(
     if on_bad not in get_args(OnBad):
         raise ConfigError(unknown("way to deal with bad images", on_bad, get_args(OnBad)))
     height, width = _checked(size)
-    tree = open_tree(path, labelled=labelled)
+    tree = open_tree(path, labelled=labelled, sure=sure)
     _refuse_closed_folders(tree)
-    job = _Job(tree, height, width, on_bad, labelled, workers, progress)
+    job = _Job(tree, height, width, on_bad, partial(open_tree, path, labelled=labelled, sure=sure), workers, progress)
     notes: tuple[str, ...] = ()
     try:
         slot = Slot.of(_folder(cache), job.key(), height, width)
@@ -155,7 +159,7 @@ class _Job:
     height: int
     width: int
     on_bad: OnBad
-    labelled: bool
+    open_again: Callable[[], ImageTree]
     workers: int | None
     progress: Progress | None
 
@@ -232,7 +236,7 @@ class _Job:
         """Decodes all images into an open file."""
         size = self.height, self.width
         outcomes = decode_all(self.tree, size, workers=self.workers, progress=self.progress, target=handle)
-        if identity(open_tree(self.tree.path, labelled=self.labelled)) != identity(self.tree):
+        if identity(self.open_again()) != identity(self.tree):
             raise RatpError(f"{self.tree.path} has changed while it was read. Let that finish, and start again.")
         manifest = make_manifest(self.tree, outcomes)
         self._check(manifest)

@@ -1,7 +1,8 @@
 """What folders in a folder are: the classes of a domain, or domains with classes of their own.
 
-Nothing but names can tell. Domains of a stream have classes in common, so folders that hold two or more folders of the
-same names are domains; any others are classes, and what lies in folders within a class belongs to it.
+Nothing but names can tell. Domains of a stream have classes in common, so if most of the folders hold two or more
+folders that others hold too, all are domains, unless each of these has images beside them. Any others are classes, and
+what lies in folders within a class belongs to it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable
 Parts = tuple[str, ...]  # the path of a folder below another, part by part
 
 LEVELS = 2  # of folders above a domain: FOLDER/DATASET/DOMAIN
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing"})  # are no classes
 _IN_COMMON = 2  # classes: fewer than two are nothing to tell apart, and many classes keep theirs in a folder "images"
 
 
@@ -37,9 +39,10 @@ def domains_among(places: Collection[Parts], levels: int = LEVELS) -> list[Parts
         levels: How deep to look.
     """
     below = inside(places)
-    held = {name: frozenset(inside(within)) for name, within in below.items()}
+    held = {name: [n for n in inside(within) if n.lower() not in _SPLITS] for name, within in below.items()}
     shared = Counter(folder for folders in held.values() for folder in folders)
-    if any(sum(shared[folder] > 1 for folder in folders) >= _IN_COMMON for folders in held.values()):
+    alike = [name for name, folders in held.items() if sum(shared[folder] > 1 for folder in folders) >= _IN_COMMON]
+    if 2 * len(alike) > len(below) and any(() not in below[name] for name in alike):
         return [(name,) for name in below]
     if levels == 1:
         return []

@@ -14,7 +14,9 @@ IMAGE_ENDINGS = frozenset(
 )
 MAX_FILE_BYTES = 512 * 2**20  # of one image: what a hundred million pixels need in any usual format
 _NAMED = 5  # names a message gives
-_CLUTTER = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
+_CLUTTER = frozenset(
+    {"__macosx", "thumbs.db", "desktop.ini", "lost+found", "system volume information", "$recycle.bin"}
+)
 
 
 class BadImage(RatpError):  # noqa: N818

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -16,21 +17,21 @@ _OTHER_FORMATS = frozenset(
     {".heic", ".heif", ".hif", ".avif", ".jxl", ".jp2", ".j2k", ".jpx", ".jxr", ".svg", ".psd", ".xcf", ".tga", ".dib"}
     | {".pcx", ".pfm", ".exr", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef", ".srw", ".raw"}
 )
-_BEGINNINGS = tuple(IMAGE_ENDINGS)
+_NEARLY = re.compile(rf"({'|'.join(map(re.escape, sorted(IMAGE_ENDINGS)))})[^a-z]")
 
 
 def may_be_image(name: str, first_bytes: Callable[[], bytes]) -> bool:
     """Whether a file that is no image by its ending may be meant as one.
 
-    It may if it ends like a picture of another format or nearly like an image (``.jpg_large``), or if it has no ending
-    and begins like an image.
+    It may if it ends like a picture of another format, or like an image with something behind that is no letter
+    (``.jpg_large``), or if it has no ending and begins like an image.
 
     Args:
         name: Its name.
         first_bytes: Gives the first bytes of the file; asked only if its name has no ending.
     """
     if ending := ending_of(name):
-        return ending in _OTHER_FORMATS or ending.startswith(_BEGINNINGS)
+        return ending in _OTHER_FORMATS or bool(_NEARLY.match(ending))
     try:
         image_kind(first_bytes())
     except BadImage:

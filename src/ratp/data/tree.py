@@ -81,7 +81,9 @@ class ImageTree:
         return data
 
 
-def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool = True) -> ImageTree:
+def open_tree(
+    path: Path, limits: ArchiveLimits | None = None, *, labelled: bool = True, sure: bool = False
+) -> ImageTree:
     """Lists the images of a domain without reading any.
 
     Recognised are ``class/image`` and, for a domain without labels, images only. Everything may lie in one more
@@ -92,6 +94,7 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool
         path: A folder or a ``.zip``.
         limits: What an archive may ask for; the defaults if None.
         labelled: Whether folders are classes. If not, the domain is flat, however deep its images lie.
+        sure: Whether it is known to be one domain, even if its classes look like domains.
 
     Raises:
         RatpError: If there is no such folder or archive, it is damaged or refused, has no images, has images both
@@ -114,7 +117,7 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None, *, labelled: bool
     if not listing.files:
         raise RatpError(_nothing_in(path, listing))
     files = _laid_out(path, name, listing.files, labelled=labelled)
-    if labelled:
+    if labelled and not sure:
         _refuse_domains(path, files)
     classes = sorted({file.class_name for file in files if file.class_name is not None})
     about = (listing.ignored, listing.passed_over, listing.unreadable)
@@ -140,26 +143,31 @@ def _laid_out(path: Path, domain: str, found: tuple[FoundFile, ...], *, labelled
 
 
 def _refuse_domains(path: Path, files: tuple[ImageFile, ...]) -> None:
-    domains = ["/".join(parts) for parts in domains_among(places_of(file.name for file in files))]
+    domains = _like_domains(files)
     if domains:
         place = next(file.place.removesuffix(file.name) for file in files) + domains[0]
         one = f"one of them, e.g. {path / place}" if path.is_dir() else "one of them in a zip or a folder of its own"
         raise RatpError(
             f"{path} looks like several domains, not like one: {quoted(domains)}; folders of the same names lie in "
-            f"more than one of them. Give {one}. If they are classes, put the images of each into its folder, without "
-            f"folders between. {_ANY_FOLDERS}"
+            f"more than one of them. If they are classes, put the images of each into its folder, without folders "
+            f"between; if they are domains, give {one}. {_ANY_FOLDERS}"
         )
 
 
-def remarks_on(tree: ImageTree) -> list[str]:
-    """What may have been meant otherwise than it is read: files passed over, and classes that look like domains.
+def _like_domains(files: tuple[ImageFile, ...]) -> list[str]:
+    """Folders of a domain with classes that look like domains themselves."""
+    return ["/".join(parts) for parts in domains_among(places_of(file.name for file in files if file.class_name))]
 
-    The latter have folders of images and no images of their own, beside classes that have some.
+
+def remarks_on(tree: ImageTree) -> list[str]:
+    """What may have been meant otherwise than it is read: files passed over, and classes that may be domains.
+
+    The latter have folders of images and no images of their own, beside classes that have some, or look like domains.
     """
     told = [describe_passed_over(tree.passed_over)] if tree.passed_over else []
     held = inside(places_of(file.name for file in tree.files if file.class_name is not None))
     nested = {name: inside(within) for name, within in held.items() if () not in within}
-    if nested and len(nested) < len(held):
+    if nested and (len(nested) < len(held) or _like_domains(tree.files)):
         folders = quoted([f"{name}/{folder}" for name, below in nested.items() for folder in below])
         told.append(
             f"folders within a class belong to it: {folders}. If {next(iter(nested))!r} is no class but a domain, give "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import random
 import sys
 import traceback
 import warnings
@@ -14,14 +15,16 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ratp.contract import ContractError, called, check_scores
+from ratp.contract import ContractError, NotYetError, called, check_scores
 from ratp.device_copies import with_images_on
 from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError, brief
 from ratp.method import Method
+from ratp.network import Network
 from ratp.notes import Note
 from ratp.precision import Precision
 from ratp.randomness import Randomness
@@ -90,7 +93,7 @@ def rehearse(method: Method, source: LabelledDomain, device: torch.device, *, to
     What it cannot give as long as it has learnt nothing is looked at in the run.
 
     Args:
-        method: Just built, and not to be used afterwards: nobody knows what a user's file changes when it is asked.
+        method: Built for this, and not to be used afterwards: nobody knows what a user's file changes when it is asked.
         source: Some of its images are shown, as a target too.
         device: What it computes on.
         told: Whether it is told the labels of targets.
@@ -111,8 +114,18 @@ def rehearse(method: Method, source: LabelledDomain, device: torch.device, *, to
             try:
                 ask()
             except Exception as error:
-                if isinstance(error, ContractError):
+                if isinstance(error, ContractError) and not isinstance(error, NotYetError):
                     raise
+
+
+def give_generators(method: Method, randomness: Randomness, device: torch.device, stage: int) -> None:
+    """Lets dropout of the method's networks draw from generators of a stage, unless the method gives it others.
+
+    Without, it would draw from the one that all of torch shares, and no run could be repeated.
+    """
+    for name, value in vars(method).items():
+        if isinstance(value, Network):
+            value.use_generator(randomness.generator("dropout of", name, stage, device=device))
 
 
 def check_kept(
@@ -132,7 +145,7 @@ def check_kept(
     Raises:
         ContractError: If so.
     """
-    with torch.no_grad(), _chance_put_back(device):
+    with _chance_put_back(device):
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in method.state().items()}
         trained = _scores(method, source)
         if not trained.isfinite().all():  # who measures it will tell
@@ -167,14 +180,19 @@ def _scores(method: Method, source: LabelledDomain) -> Tensor:
     images = source.images[:_SOME].clone()
     scores = method.predict(images)
     check_scores(scores, len(images), len(source.classes), called(method, "predict"))
-    return scores.float().cpu()
+    return scores.detach().float().cpu()
 
 
 @contextmanager
 def _chance_put_back(device: torch.device) -> Iterator[None]:
-    """Leaves torch's own generators as they were: layers of a user's method may draw from them while it trains."""
-    with Randomness(0).scope("trial"), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
+    """Leaves the generators that all share as they were: a user's method may draw from them while it trains."""
+    python, numpys = random.getstate(), np.random.get_state()
+    try:
+        with Randomness(0).scope("trial"), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
 
 
 def _loaded(path: Path) -> ModuleType:

@@ -206,6 +206,7 @@ class Section:
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Puts runs that differ only in seed together, in the order they first appear."""
+    runs = [replace(run, apart=()) for run in runs]
     called: dict[_Key, list[RunRecord]] = {}
     for run in runs:
         called.setdefault(_key(run), []).append(run)

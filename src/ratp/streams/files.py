@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +46,11 @@ def load_domains(
     """
     problems: list[str] = []
     found: dict[str, DecodedDomain] = {}
+    alike = _alike({name: path for name, path in paths.items() if name not in unlabelled})
     for name, path in paths.items():
+        sure = classes is not None or name in alike
         try:
-            found[name] = _open(name, path, size, options, labelled=name not in unlabelled)
+            found[name] = _open(name, path, size, options, labelled=name not in unlabelled, sure=sure)
         except RatpError as error:
             problems.append(f"domain {name!r}: {error}")
     source = next(iter(paths))
@@ -76,10 +79,17 @@ def load_domains(
     return loaded
 
 
-def _open(name: str, path: Path, size: int, options: DataOptions, *, labelled: bool) -> DecodedDomain:
+def _alike(paths: Mapping[str, Path]) -> set[str]:
+    """Names of domains that have the same folders as another one: these are classes then, whatever they hold."""
+    folders = {name: tuple(_folders(path)) for name, path in paths.items()}
+    often = Counter(names for names in folders.values() if len(names) > 1)
+    return {name for name, names in folders.items() if often[names] > 1}
+
+
+def _open(name: str, path: Path, size: int, options: DataOptions, *, labelled: bool, sure: bool) -> DecodedDomain:
     report = options.progress
     progress = None if report is None else lambda done, of: report(name, done, of)
-    return open_decoded(path, size, on_bad=options.on_bad, labelled=labelled, progress=progress)
+    return open_decoded(path, size, on_bad=options.on_bad, labelled=labelled, sure=sure, progress=progress)
 
 
 def _labelled(
