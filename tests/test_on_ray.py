@@ -211,8 +211,8 @@ class TestDeaths:
         on_workers(study)
         assert not list(marks.iterdir())
         assert study.state(entry) == "failed"
-        assert "its worker died, 1 time(s) in one stage" in study.reason(entry)
-        assert "WorkerCrashedError" in study.reason(entry)
+        assert "its worker died, 1 time(s) in one stage" in study.reason(entry, "failed")
+        assert "WorkerCrashedError" in study.reason(entry, "failed")
         assert [e["stage"] for e in journal_of(entry.folder, "stage_finished")] == [0]
 
         monkeypatch.setattr(on_ray, "MOST_DEATHS", 1)
@@ -272,6 +272,7 @@ class TestInterruption:
         study = read_study(path, tmp_path / "runs", BASE)
         try:
             wait_until(lambda: [*study.states().values()] == ["finished", "running"], seconds=120)
+            wait_until((study.entries[1].folder / "config.json").exists, seconds=120)
             process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=60)[1]
         finally:
@@ -310,10 +311,10 @@ class TestFailures:
         assert [*study.states().values()] == ["finished", "failed", "failed"]
         assert all(len(ended) == 1 for ended in results.values())
         _, lost, wild = study.entries
-        assert "wrong.py" in study.reason(lost)
-        assert study.reason(lost).endswith("IndexError: list index out of range")
+        assert "wrong.py" in study.reason(lost, "failed")
+        assert study.reason(lost, "failed").endswith("IndexError: list index out of range")
         assert isinstance(results["wild"][0], TrainingError)
-        assert f"are kept in {wild.folder}" in study.reason(wild)
+        assert f"are kept in {wild.folder}" in study.reason(wild, "failed")
         assert len(journal_of(wild.folder, "run_started")) == 1
 
     def test_folders_that_are_not_the_runs(self, four, cluster, tmp_path):
@@ -361,7 +362,7 @@ class TestFailures:
         study = replace(study, entries=study.entries[1:3])
         on_workers(study)
         assert [*study.states().values()] == ["failed", "finished"]
-        assert study.reason(study.entries[0]) == "no space left"
+        assert study.reason(study.entries[0], "failed") == "no space left"
         wait_until(all_idle)
 
 
@@ -463,6 +464,19 @@ class TestChecks:
         with pytest.raises(RatpError, match="no Ray cluster answers at localhost:1"):
             run_all_on_ray([run], address="localhost:1")
         assert not run.folder.exists()
+
+    def test_a_cluster_that_died_is_not_waited_for(self, monkeypatch, tmp_path):
+        """It leaves a file behind that says where it was, and Ray would knock there without end."""
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        with pytest.warns(on_ray.RoomWarning, match=r"at \S+:1 is gone: another one is started here"):
+            assert on_ray._found("") == "local"
+        with pytest.raises(RatpError, match=r"no Ray cluster answers at \S+:1\. Start one"):
+            on_ray._found("auto")
+        (tmp_path / "ray" / "ray_current_cluster").unlink()
+        assert on_ray._found("") == "local"
 
     def test_how_many_and_where(self, tmp_path):
         run = Run(tiny_plan(), tmp_path / "run", wait=True)

@@ -224,7 +224,7 @@ class TestMistakes:
             (DIGITS + "sweep = 5", ["grid 1: sweep must be a table, got 5"]),
             (DIGITS + "sweep = { r_con = 0.5 }", ["sweep of r_con must list values"]),
             (DIGITS + "sweep = { r_con = [] }", ["sweep of r_con must list values"]),
-            (DIGITS + "sweep = { r_con = [0.5, 0.5] }", ["two rows called 'ratp, r_con 0.5'"]),
+            (DIGITS + "sweep = { r_con = [0.5, 0.5] }", ["grid 1: sweep of r_con has 0.5 more than once"]),
             (DIGITS + 'sweep = { r_con = [0.5, "much"] }', ["grid 1, ratp, r_con much: r_con must be a number"]),
             (DIGITS + "sweep = { r_cn = [1, 2] }", ["grid 1, ratp, r_cn 1; ratp, r_cn 2: unknown switch", "'r_con'"]),
             (DIGITS.replace('["ratp"]', '["ratp", "shot"]') + "sweep = { lr = [1] }", ["just that one"]),
@@ -454,7 +454,7 @@ class TestStates:
         assert isinstance(wild, TrainingError)
         assert isinstance(first, RunRecord)
         assert second.matrix.complete
-        assert "A smaller learning rate" in study.reason(study.entries[0])
+        assert "A smaller learning rate" in study.reason(study.entries[0], "failed")
         assert study.record(study.entries[0]) is None
         assert study.record(study.entries[1]) == first
 
@@ -512,18 +512,32 @@ class TestStates:
         current.close()
         assert list(study.states().values()) == ["failed", "finished", "interrupted"]
 
-    @pytest.mark.parametrize(("left", "at_once"), [(1, 2), (2, None)])
-    def test_the_last_run_is_made_as_the_others_were(self, study, left, at_once):
-        """Of several runs on a processor each has a thread, whichever of them are left."""
-        asked = []
-
-        def make(runs, **options):
-            asked.append((len(runs), options["at_once"]))
-
-        for entry in study.entries[:left]:
+    @pytest.mark.parametrize("at_once", [None, 1, 2])
+    @pytest.mark.parametrize("left", [1, 2])
+    def test_a_run_is_made_the_same_however_many_there_are(self, study, left, at_once):
+        """On a processor each has one thread: threads decide the last bits."""
+        kept = [(entry.folder / "weights.safetensors").read_bytes() for entry in study.entries[1 : 1 + left]]
+        for entry in study.entries[1 : 1 + left]:
             shutil.rmtree(entry.folder)
-        run_study(study, on=make)
-        assert asked == [(left, at_once)]
+        run_study(study, at_once=at_once)
+        assert [(entry.folder / "weights.safetensors").read_bytes() for entry in study.entries[1 : 1 + left]] == kept
+        environments = [json.loads((entry.folder / "environment.json").read_text()) for entry in study.entries[1:]]
+        assert {about["threads"] for about in environments} == {1}
+
+    @pytest.mark.parametrize("content", ["{", None])
+    def test_a_run_that_lost_its_config_says_which_folder_to_remove(self, study, content):
+        entry = study.entries[1]
+        path = entry.folder / "config.json"
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+        told = study.reason(entry, study.state(entry))
+        assert f"Move {entry.folder} away or remove it" in told
+        run_study(study)
+        assert (study.state(entry), study.reason(entry, "failed")) == ("failed", told)
+        shutil.rmtree(entry.folder)
+        run_study(study)
+        assert study.state(entry) == "finished"
 
     def test_a_failed_run_is_tried_again_and_the_failure_forgotten(self, study):
         entry = study.entries[1]
@@ -533,7 +547,7 @@ class TestStates:
         (entry.folder / "thesis.txt").write_text("mine")
         run_study(study, at_once=1)
         assert study.state(entry) == "failed"
-        assert "thesis.txt" in study.reason(entry)
+        assert "thesis.txt" in study.reason(entry, "failed")
         assert files_of(entry.folder) == {"thesis.txt": b"mine"}
         (entry.folder / "thesis.txt").unlink()
         assert study.state(entry) == "failed"
@@ -555,7 +569,7 @@ class TestStates:
         for content in ("", "{}", "[]", '{"error": " "}'):
             file.write_text(content)
             assert study.state(study.entries[0]) == "failed"
-            assert study.reason(study.entries[0]) == "no reason was kept"
+            assert study.reason(study.entries[0], "failed") == "no reason was kept"
 
     def test_only_the_final_file_makes_a_run_finished(self, study):
         entry = study.entries[1]
@@ -597,7 +611,7 @@ class TestStates:
         shutil.rmtree(both.entries[1].folder)
         run_study(both, at_once=1)
         assert list(both.states().values()) == ["failed", "finished", "finished"]
-        assert "nowhere" in both.reason(both.entries[0])
+        assert "nowhere" in both.reason(both.entries[0], "failed")
 
     def test_one_that_goes_on_and_is_stopped_has_not_failed(self, study, monkeypatch):
         wild = study.entries[0]
@@ -705,7 +719,7 @@ class TestClaim:
         assert study.record(entry) is None
         run_study(study, at_once=1)
         assert list(study.states().values()) == ["failed", "failed", "finished"]
-        assert "holds another run. It differs in seed: 2 there, 1 asked for." in study.reason(entry)
+        assert "holds another run. It differs in seed: 2 there, 1 asked for." in study.reason(entry, "failed")
         assert traces(entry.folder) == before
 
 

@@ -104,6 +104,7 @@ def run_all_on_devices(
     *,
     devices: Sequence[torch.device],
     at_once: int | None = None,
+    one_thread: bool = False,
     on_event: Listener | None = None,
     on_end: Callable[[Run, Result], None] | None = None,
 ) -> list[Result]:
@@ -117,6 +118,7 @@ def run_all_on_devices(
         devices: Where; one that occurs twice has two processes.
         at_once: How many at the same time on each device; by default as many as on one device, where those that are the
             processor share its cores.
+        one_thread: As for ``run_all``; of several runs, each has one thread anyway.
         on_event: As for ``run_all``; steps are told of a few times a second, as one event.
         on_end: As for ``run_all``.
 
@@ -128,7 +130,7 @@ def run_all_on_devices(
     """
     check_at_once(at_once)
     if len(runs) < 2:
-        return run_all(runs, at_once=at_once, on_event=on_event, on_end=on_end)
+        return run_all(runs, at_once=at_once, one_thread=one_thread, on_event=on_event, on_end=on_end)
     for run in runs:
         run.forget(images=False)  # networks are built where they are trained
     torch.cuda.empty_cache()

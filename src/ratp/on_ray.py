@@ -38,11 +38,12 @@ MOST_DEATHS = 3
 # Seconds between two looks at the head, and how long it may be away: after 60, Ray would end this process.
 LOOK_EVERY, MOST_AWAY = 3.0, 20.0
 _WORDS = ("auto", "local")
+_START = "Start one (ray start --head), or have one started with --ray-address local."
 _KEPT = "Finished stages are kept: the same command goes on after them."
 
 
 class RoomWarning(Note):
-    """The cluster has nothing yet to make a run with."""
+    """The cluster has nothing yet to make a run with, or there is none any more."""
 
 
 def run_all_on_ray(
@@ -50,6 +51,7 @@ def run_all_on_ray(
     *,
     address: str | None = None,
     at_once: int | None = None,
+    one_thread: bool = True,
     on_event: Listener | None = None,
     on_end: Callable[[Run, Result], None] | None = None,
 ) -> list[Result]:
@@ -63,6 +65,7 @@ def run_all_on_ray(
             ``local``: one is started. By default ``auto`` if there is one, else ``local``. Where this process uses Ray
             already, that is used.
         at_once: How many to send out at the same time; by default as many as the cluster has room for.
+        one_thread: As for ``run_all``; here a run always has one.
         on_event: Told of every stage that begins or ends. What it raises stops all runs.
         on_end: Told what became of a run, likewise.
 
@@ -73,6 +76,7 @@ def run_all_on_ray(
         ConfigError: If Ray is not installed, or something was asked for that it cannot do.
         RatpError: If there is no cluster, or no longer.
     """
+    del one_thread
     check_at_once(at_once)
     check_ray(address)
     if any(run.plan.device.index is not None for run in runs):
@@ -120,18 +124,53 @@ def _joined(place: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if place and place not in _WORDS and not _answers(place):
-        raise RatpError(f"no Ray cluster answers at {place}. Start one (ray start --head), or leave the address out.")
+    place = _found(place)
     with _hushed():
         try:
             with _own_handler():
-                ray.init(place or None, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
+                ray.init(place, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
         except (OSError, RuntimeError, ValueError) as error:
-            raise RatpError(f"cannot join a Ray cluster: {_line(error)}") from error
+            raise RatpError(f"cannot join a Ray cluster: {_line(error)}{_hint(place, error)}") from error
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _found(place: str) -> str:
+    """Where there is a cluster that answers; ``local``: nowhere, and one is to be started.
+
+    Ray itself would wait without end for one that has died without a word.
+
+    Raises:
+        RatpError: If there is none where one was asked for.
+    """
+    if place == "local":
+        return place
+    services: Any = sys.modules["ray._private.services"]
+    try:
+        known = services.canonicalize_bootstrap_address(place or None)
+    except (ConnectionError, ValueError) as error:
+        if place in _WORDS:
+            raise RatpError(f"no Ray cluster runs here. {_START}") from error
+        raise RatpError(f"no Ray cluster can be at {place}: {_line(error)}") from error
+    if known is None:
+        return "local"
+    if _answers(known):
+        return place or str(known)
+    if place:
+        raise RatpError(f"no Ray cluster answers at {known if place in _WORDS else place}. {_START}")
+    warnings.warn(
+        f"the Ray cluster that was at {known} is gone: another one is started here", RoomWarning, stacklevel=2
+    )
+    return "local"
+
+
+def _hint(place: str, error: Exception) -> str:
+    """What may be the cause of an error."""
+    if not isinstance(error, ConnectionError) or "RAY_AUTH_MODE" in os.environ or place in _WORDS:
+        return ""
+    return " If the cluster asks for a token, set RAY_AUTH_MODE=token here."
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def prepare_folder(folder: Path) -> bool:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        present = {item.name for item in folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
+        present = files_in(folder)
     except OSError as error:
         raise RunDirectoryError(
             f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
@@ -103,6 +103,18 @@ def prepare_folder(folder: Path) -> bool:
             f"{folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
         )
     return bool(present)
+
+
+def files_in(folder: Path) -> set[str]:
+    """Names of what lies in a folder, but for what every run leaves; none if there is no such folder.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    try:
+        return {item.name for item in folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
+    except FileNotFoundError:
+        return set()
 
 
 def _advice(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

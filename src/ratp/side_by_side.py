@@ -41,6 +41,7 @@ def run_all(
     runs: Sequence[Run],
     *,
     at_once: int | None = None,
+    one_thread: bool = False,
     on_event: Listener | None = None,
     on_end: Callable[[Run, Result], None] | None = None,
 ) -> list[Result]:
@@ -52,8 +53,9 @@ def run_all(
     Args:
         runs: What to run, each with a directory of its own.
         at_once: How many at the same time; by default as many as cores, on a GPU eight with DTN and one with larger
-            networks. With 1, runs follow one another in this thread, each as by ``execute``; so does one alone, unless
-            this says that it is one of several, which on a processor have a thread each.
+            networks. With 1, runs follow one another in this thread, each as by ``execute``; so does one alone.
+        one_thread: Whether runs on a processor have one thread to compute with, however many there are: then each ends
+            with the same bits whatever is made beside it. Else those that follow one another in this thread have all.
         on_event: Told what happens in which run, by one thread at a time. What it raises stops all runs.
         on_end: Told what became of a run, likewise; the run is then made to forget its images and networks.
 
@@ -64,7 +66,7 @@ def run_all(
         ConfigError: If ``at_once`` is no number of runs.
     """
     check_at_once(at_once)
-    return make_all(runs, partial(_lanes, at_once=at_once), on_event, on_end)
+    return make_all(runs, partial(_lanes, at_once=at_once, one_thread=one_thread), on_event, on_end)
 
 
 def make_all(
@@ -91,14 +93,15 @@ def make_all(
     return work.done()
 
 
-def _lanes(runs: Sequence[Run], at_once: int | None) -> Sequence[Lane]:
+def _lanes(runs: Sequence[Run], at_once: int | None, one_thread: bool) -> Sequence[Lane]:
     """Lanes for runs on one device; none if they follow one another in this thread."""
     device = runs[0].plan.device
     count = min(len(runs), at_once or usual_at_once(runs, device))
     if device.type == "cuda":
         count = min(count, most_in_process(runs))
     if device.type != "cuda":  # threads to compute with decide the last bits: they depend on what was asked for alone
-        return [] if (at_once or count) == 1 else [_ProcessLane() for _ in range(count)]
+        is_alone = (at_once or count) == 1 and not one_thread
+        return [] if is_alone else [_ProcessLane() for _ in range(count)]
     if count == 1:
         return []
     torch.cuda.synchronize(device)  # what was built so far was built on another stream

@@ -21,7 +21,7 @@ import torch
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 from ratp.events import Event
-from ratp.files import is_leftover, read_json, safe_name, write_json, writing
+from ratp.files import UnreadableFileError, is_leftover, read_json, safe_name, write_json, writing
 from ratp.lock import is_held
 from ratp.notes import Note
 from ratp.on_devices import run_all_on_devices
@@ -29,8 +29,8 @@ from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
-from ratp.run_folder import with_advice
-from ratp.schema import FAILURE, STUDY, NewerFileError
+from ratp.run_folder import files_in, with_advice
+from ratp.schema import CONFIG, FAILURE, STUDY, NewerFileError
 from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
 
@@ -111,8 +111,33 @@ class Study:
             return "failed"
         return "interrupted" if _exists(entry.folder / "config.json") else "waiting"
 
-    def reason(self, entry: Entry) -> str:
-        """Why a run failed."""
+    def reason(self, entry: Entry, state: State) -> str:
+        """Why a run is in some state, if there is more to say: why it failed, or how what it left is damaged."""
+        if state == "failed":
+            return self._failure(entry)
+        if state not in ("interrupted", "waiting"):
+            return ""
+        return str(self.obstacle(entry) or _find_record(entry)[1])
+
+    def obstacle(self, entry: Entry) -> RunDirectoryError | None:
+        """Why a run can neither begin nor go on in its directory, if that has no readable config; with what to do."""
+        path = entry.folder / "config.json"
+        way_out = f"Move {entry.folder} away or remove it, and `ratp study run` makes this run anew."
+        try:
+            present = files_in(entry.folder)
+            if not present:
+                return None
+            if path.name not in present:
+                some = ", ".join(sorted(present)[:3])
+                return RunDirectoryError(f"{entry.folder} holds other files ({some}) and no {path.name}. {way_out}")
+            CONFIG.read(read_json(path), path)
+        except (NewerFileError, UnreadableFileError, OSError):  # which the run itself tells
+            return None
+        except RunDirectoryError as error:
+            return with_advice(error, way_out)
+        return None
+
+    def _failure(self, entry: Entry) -> str:
         try:
             file = self._failure_file(entry)
             kept = str(FAILURE.read(read_json(file), file).get("error", ""))
@@ -129,11 +154,10 @@ class Study:
         asked = []
         for entry in self.entries:
             plan = entry.plan
-            found, damage = _find_record(entry)
-            known = found or entry.result
+            known = self.record(entry)
             record = replace(known, differing=plan.changed) if known else None  # as `changed.by_now` would find it
             state: State = "finished" if record else self._unfinished(entry)
-            reason = self.reason(entry) if state == "failed" else "" if record else damage
+            reason = "" if record else self.reason(entry, state)
             values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}
             settings = json.dumps(values, sort_keys=True)
             asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, settings))
@@ -210,7 +234,8 @@ class Study:
         try:
             file.parent.mkdir(exist_ok=True)
         except OSError as failure:
-            raise RunDirectoryError(f"cannot write {file.parent}: {failure.strerror}.") from failure
+            told = f"cannot write {file.parent}: {failure.strerror}. What was to be kept there: {entry.title}: {error}"
+            raise RunDirectoryError(told) from failure
         write_json(file, FAILURE.marked({"run": entry.title, "error": str(error)}))
 
     def clear_failure(self, entry: Entry) -> None:
@@ -243,7 +268,8 @@ def run_study(
 ) -> None:
     """Makes all runs that have not come to their end, side by side; what was interrupted or failed goes on.
 
-    A run that fails does not stop the others. Runs that another process is making are left to it.
+    A run that fails does not stop the others. Runs that another process is making are left to it. On a processor every
+    run has one thread to compute with, so that a study gives the same wherever and in whatever company it is made.
 
     Args:
         study: What to run; its folder must be claimed.
@@ -252,7 +278,15 @@ def run_study(
         on_end: Told what became of a run, by one thread at a time.
         on: What makes the runs, as :func:`find_executor` names it.
     """
-    todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
+    todo = []
+    for entry in study.entries:
+        if study.state(entry) not in ("finished", "running"):
+            if obstacle := study.obstacle(entry):
+                study.note_failure(entry, obstacle)
+                if on_end is not None:
+                    on_end(entry, obstacle)
+            else:
+                todo.append(entry)
     runs = [Run(entry.plan, entry.folder, reuse_source=True, wait=True) for entry in todo]
     by_run = {id(run): entry for run, entry in zip(runs, todo, strict=True)}
 
@@ -274,9 +308,7 @@ def run_study(
         if on_end is not None:
             on_end(entry, result)
 
-    if at_once is None and len(runs) == 1 < len(study.entries):
-        at_once = 2  # the last of several runs is made as the others were
-    on(runs, at_once=at_once, on_event=seen, on_end=ended)
+    on(runs, at_once=at_once, one_thread=True, on_event=seen, on_end=ended)
 
 
 def find_executor(on: str = "local", ray_address: str | None = None, devices: Sequence[torch.device] = ()) -> Executor:

@@ -214,7 +214,10 @@ class _GridReader:
             if not isinstance(values, list) or not values:
                 self.problems.append(f"{self._where}: sweep of {name} must list values, e.g. [0.5, 0.9].")
                 continue
-            for value in map(_hashable, values):
+            given = [_hashable(value) for value in values]
+            if twice := [_written(value) for value in dict.fromkeys(given) if given.count(value) > 1]:
+                self.problems.append(f"{self._where}: sweep of {name} has {', '.join(twice)} more than once.")
+            for value in dict.fromkeys(given):
                 row = Row(self._number, f"{methods[0]}, {name} {_written(value)}", (name, value))
                 found.append((row, self._method(str(methods[0])), self._preset, {**self._changes, name: value}))
         return found

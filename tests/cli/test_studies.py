@@ -214,7 +214,7 @@ class TestRun:
         result = ratp("study", "run", file, "--out", tmp_path / "runs", "--data", tmp_path)
         assert result.code == 2
         assert result.err.count("are not in") == 2  # when it happens, and in the end
-        assert "failed: 3 runs, source-only, digits MT>MM>SN>SD>US, seed 1 and others: domains mnist" in result.err
+        assert "failed: 3 runs, source-only, digits MT>MM>SN>SD>US, seed 1 among them: domains mnist" in result.err
         assert ratp("study", "status", file, "--out", tmp_path / "runs").err.count("are not in") == 1
 
 
@@ -338,13 +338,20 @@ class TestKnown:
         assert found == ["finished"] * 4
 
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "ratp result"}', '{"compilerOptions": {}}'])
-    def test_a_damaged_one_is_named(self, content, done, exported):
+    def test_a_damaged_one_is_named_and_left_out_among_others(self, content, done, exported):
         Path(exported, "zzz.json").write_text(content)
-        result = ratp("study", "run", done[0] / "tiny.toml", "--out", "new", "--known", exported, *OPTIONS)
-        assert (result.code, result.out) == (2, "")
-        assert result.err.startswith("error: results/zzz.json ")
-        assert len(result.err.splitlines()) == 1
+        Path(exported, "study.json").write_text("{}")
+        words = ["study", "run", done[0] / "tiny.toml", "--out", "new", *OPTIONS, "--known"]
+        alone = ratp(*words, Path(exported, "zzz.json"))
+        assert (alone.code, alone.out) == (2, "")
+        assert alone.err.startswith("error: results/zzz.json ")
+        assert len(alone.err.splitlines()) == 1
         assert not Path("new").exists()
+        among_others = ratp(*words, exported)
+        assert among_others.code == 0
+        assert among_others.err.startswith("note: left out: results/zzz.json ")
+        assert "0 of 4 runs to make" in among_others.err
+        assert "study.json" not in among_others.err
 
     def test_run_directories(self, done):
         words = [done[0] / "tiny.toml", "--out", "new", "--known"]
@@ -369,6 +376,7 @@ def start(*words):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
 
 
@@ -420,7 +428,7 @@ class TestInterruption:
             assert re.search(r"gate.py +1 +1$", listed.out, flags=re.M)
             assert "running" in listed.out
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with the process that makes the run
             process.communicate()
         assert process.returncode == -signal.SIGKILL
         assert states(gate, "--out", "out") == ["finished", "interrupted", "waiting"]
@@ -454,11 +462,11 @@ class TestInterruption:
         assert not Path("out/failures").exists()
 
     @pytest.mark.faults(18, "a study that is stopped goes on with the same command")
-    def test_control_c_in_this_process(self, gate):
-        """One run after another; the signal comes while a run is under way."""
+    def test_control_c_while_a_run_is_under_way(self, gate):
+        """One run after another; the signal comes to the process that started it."""
         Path("gate.py").write_text(
             GATE.replace("while not", "import signal\n            if not").replace(
-                "time.sleep(0.02)", "os.kill(os.getpid(), signal.SIGINT)"
+                "time.sleep(0.02)", "os.kill(os.getppid(), signal.SIGINT); time.sleep(1)"
             )
         )
         result = ratp("study", "run", gate, "--out", "out", *OPTIONS)

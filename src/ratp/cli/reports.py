@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -70,14 +70,23 @@ def _read(path: Path) -> list[RunRecord]:
     inside = sorted(filter(is_run, path.iterdir())) or sorted(path.glob("*.json"))
     if not inside:
         raise RunDirectoryError(f"{path} holds no run: no config.json, no folder with one and no exported result.")
+    return [by_now(record) for record in read_whole(inside)]
+
+
+def read_whole(places: Sequence[Path]) -> list[RunRecord]:
+    """The runs at some places; one that is damaged is left out with a word, unless all are.
+
+    Raises:
+        RunDirectoryError: If all are, with what is wrong with the first.
+    """
     found: list[RunRecord] = []
     damage: list[RunDirectoryError] = []
-    for item in inside:
+    for place in places:
         try:
-            found.append(by_now(read_run(item)))
+            found.append(read_run(place))
         except RunDirectoryError as error:
             damage.append(error)
-    if not found:
+    if damage and not found:
         raise damage[0]
     for what in damage:
         print_note(f"left out: {what}", stderr())

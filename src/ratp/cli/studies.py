@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ratp.cli.console import print_json, say, stderr, stdout
 from ratp.cli.loading import data_options
+from ratp.cli.reports import read_whole
 from ratp.cli.runs import (
     Data,
     Device,
@@ -32,9 +33,9 @@ from ratp.cli.runs import (
 )
 from ratp.cli.study_progress import follow_study
 from ratp.errors import ConfigError, RunDirectoryError, brief
-from ratp.record import RunRecord, is_run, read_run
+from ratp.record import RunRecord, is_run
 from ratp.request import RunRequest
-from ratp.study import FAILURES, STATES, Entry, State, Study, find_executor
+from ratp.study import ABOUT, FAILURES, STATES, Entry, State, Study, find_executor
 from ratp.study_file import read_study
 
 app = typer.Typer(help="Studies: a grid of methods, orders, seeds and switches in a TOML file.", no_args_is_help=True)
@@ -145,33 +146,34 @@ def _results(path: Path) -> list[RunRecord]:
             raise ConfigError(f"{path} does not exist. --known takes {_RESULTS}.")
         places = [path]
         if path.is_dir() and not is_run(path):
-            exported = (*path.glob("*.json"), *path.glob("*/*.json"))
+            exported = (file for file in (*path.glob("*.json"), *path.glob("*/*.json")) if file.name != ABOUT)
             places = sorted(filter(is_run, path.iterdir())) or sorted(exported)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. --known takes {_RESULTS}.") from error
     if not places:
         raise ConfigError(f"{path} holds no results. --known takes {_RESULTS}.")
-    return [read_run(place) for place in places]
+    return read_whole(places)
 
 
 def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
     """The states of all runs: a table of numbers, or all of them as data. Failures are told even to who wants quiet."""
     states = study.states()
-    failed = {entry.name: study.reason(entry) for entry in study.entries if states[entry.name] == "failed"}
+    reasons = {entry.name: study.reason(entry, states[entry.name]) for entry in study.entries}
     if json_:
         runs = [
             {"run": entry.title, **_place(study, entry, states[entry.name]), "state": states[entry.name]}
-            | ({"reason": failed[entry.name]} if entry.name in failed else {})
+            | ({"reason": reasons[entry.name]} if reasons[entry.name] else {})
             for entry in study.entries
         ]
         print_json({"study": study.name, "title": study.title, "folder": str(study.folder), "runs": runs})
         return
     if not quiet:
         _print_states(study.title, study.entries, states, stdout())
-    for reason, titles in _by_reason(study, failed).items():
-        which = titles[0] if len(titles) == 1 else f"{len(titles)} runs, {titles[0]} and others"
-        stderr().print(f"[bold red]failed:[/] {escape(f'{which}: {reason}')}", soft_wrap=True)
-    if any("Traceback " in reason for reason in failed.values()):
+    for (state, reason), titles in _by_reason(study, states, reasons).items():
+        which = titles[0] if len(titles) == 1 else f"{len(titles)} runs, {titles[0]} among them"
+        style = _STYLES.get(state, "yellow")
+        stderr().print(f"[bold {style}]{state}:[/] {escape(f'{which}: {reason}')}", soft_wrap=True)
+    if any("Traceback " in reason for reason in reasons.values()):
         say(f"Whole errors: {study.folder / FAILURES}")
     if not quiet:
         say(f"Runs: {study.folder}")
@@ -185,12 +187,14 @@ def _place(study: Study, entry: Entry, state: State) -> dict[str, str | None]:
     return {"folder": None, "known": str(known.path)}
 
 
-def _by_reason(study: Study, failed: Mapping[str, str]) -> dict[str, list[str]]:
-    """The runs that failed, by the reason in a line: what hinders many is told once."""
-    found: dict[str, list[str]] = {}
+def _by_reason(
+    study: Study, states: Mapping[str, State], reasons: Mapping[str, str]
+) -> dict[tuple[State, str], list[str]]:
+    """The runs that there is something to say of, by state and reason in a line: what hinders many is told once."""
+    found: dict[tuple[State, str], list[str]] = {}
     for entry in study.entries:
-        if entry.name in failed:
-            found.setdefault(brief(failed[entry.name]), []).append(entry.title)
+        if reasons[entry.name]:
+            found.setdefault((states[entry.name], brief(reasons[entry.name])), []).append(entry.title)
     return found
 
 

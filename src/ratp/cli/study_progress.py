@@ -55,7 +55,9 @@ def follow_study(
 
             def tell(entry: Entry, result: Result) -> None:
                 line = watcher.ended(entry, result)
-                console.print(f"{line}, {watcher.left}" if watcher.left else line, markup=False, soft_wrap=True)
+                console.print(
+                    f"{line.removesuffix('.')}, {watcher.left}" if watcher.left else line, markup=False, soft_wrap=True
+                )
 
             def see(run: Run, event: Event) -> None:
                 images.see(run)
