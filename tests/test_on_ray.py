@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ GRID = grid('methods = ["ratp", "source-only"]', "seeds = [1, 2]")
 FRAIL = """
 import os, signal
 from pathlib import Path
+from unittest.mock import Mock
 from ratp.methods.ratp import RaTP
 
 class Frail(RaTP):
@@ -243,7 +245,7 @@ class TestInterruption:
                 raise KeyboardInterrupt
 
         for folder in cluster.glob(f"{WORKPLACE}*"):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # the worker may be at it, too
         study = claimed(four.path, tmp_path / "runs")
         with pytest.raises(KeyboardInterrupt):
             on_workers(study, on_event=interrupt)
@@ -473,10 +475,18 @@ class TestChecks:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         with pytest.warns(on_ray.RoomWarning, match=r"at \S+:1 is gone: another one is started here"):
             assert on_ray._found("") == "local"
-        with pytest.raises(RatpError, match=r"no Ray cluster answers at \S+:1\. Start one"):
-            on_ray._found("auto")
         (tmp_path / "ray" / "ray_current_cluster").unlink()
         assert on_ray._found("") == "local"
+
+    def test_no_cluster_where_one_was_asked_for(self, monkeypatch):
+        """Ray looks among all processes of the machine, where other tests may have one."""
+        found = Mock(return_value="127.0.0.1:1")
+        monkeypatch.setattr(sys.modules["ray._private.services"], "canonicalize_bootstrap_address", found)
+        with pytest.raises(RatpError, match=r"no Ray cluster answers at 127\.0\.0\.1:1\. Start one"):
+            on_ray._found("auto")
+        found.side_effect = ConnectionError("Could not find any running Ray instance.")
+        with pytest.raises(RatpError, match=r"no Ray cluster runs here\. Start one"):
+            on_ray._found("auto")
 
     def test_how_many_and_where(self, tmp_path):
         run = Run(tiny_plan(), tmp_path / "run", wait=True)
