@@ -473,7 +473,7 @@ class TestChecks:
         (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        with pytest.warns(on_ray.RoomWarning, match=r"at \S+:1 is gone: another one is started here"):
+        with pytest.warns(on_ray.GoneWarning, match=r"at \S+:1 is gone: another one is started here"):
             assert on_ray._found("") == "local"
         (tmp_path / "ray" / "ray_current_cluster").unlink()
         assert on_ray._found("") == "local"

@@ -61,35 +61,46 @@ def lost_numbers(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str
 
 def lost_weights(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that hold something that is no number. Waits for their device, once."""
-    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    on: dict[torch.device, list[str]] = {}
-    for name, tensor in floating.items():
-        on.setdefault(tensor.device, []).append(name)
-    sound: set[str] = set()
-    for names in on.values():
-        told = torch.stack([floating[name].isfinite().all() for name in names]).tolist()
-        sound.update(name for name, is_sound in zip(names, told, strict=True) if is_sound)
-    return [name for name in floating if name not in sound]
+    sound = {name: tensor.isfinite().all() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not sound:
+        return []
+    device = next(iter(sound.values())).device
+    told = torch.stack([one.to(device) for one in sound.values()]).tolist()
+    return [name for name, is_sound in zip(sound, told, strict=True) if not is_sound]
 
 
-class Weights:
-    """The weights and statistics of the networks that are attributes of an object, while it trains.
+class WeightWatch:
+    """The watch over weights and statistics of a method's networks within a stage.
 
     Args:
-        owner: A method. Its ``state`` is not asked for, which need not be complete before the end of a stage.
+        method: Its networks are attributes of it. Its ``state`` is not asked for, which may be incomplete till the end.
     """
 
-    def __init__(self, owner: object) -> None:
-        self._owner = owner
+    def __init__(self, method: object) -> None:
+        self._method = method
         self._were_none = set(lost_weights(self._tensors()))
 
     def _tensors(self) -> dict[str, Tensor]:
-        networks = {name: value for name, value in vars(self._owner).items() if isinstance(value, nn.Module)}
+        networks = {name: value for name, value in vars(self._method).items() if isinstance(value, nn.Module)}
         return {f"{name}.{key}": value for name, one in networks.items() for key, value in one.state_dict().items()}
 
     def lost(self) -> list[str]:
         """Names of those that hold something that is no number, and did not when this was made."""
         return [name for name in lost_weights(self._tensors()) if name not in self._were_none]
+
+    def check(self, progress: Progress) -> None:
+        """Raises an error if there are any.
+
+        Args:
+            progress: Where the training is.
+
+        Raises:
+            NumbersLostError: If so.
+        """
+        bad = self.lost()
+        if bad:
+            what = f"{bad[0]} holds values that are no numbers in epoch {progress.epoch}"
+            raise NumbersLostError(what, progress.phase, progress.epoch, in_weights=True)
 
 
 def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
@@ -108,28 +119,12 @@ def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: 
         raise NumbersLostError(what, progress.phase, progress.epoch)
 
 
-def check_weights(weights: Weights, progress: Progress) -> None:
-    """Raises an error if weights are no numbers any more.
-
-    Args:
-        weights: The method's.
-        progress: Where the training is.
-
-    Raises:
-        NumbersLostError: If so.
-    """
-    bad = weights.lost()
-    if bad:
-        what = f"{bad[0]} holds values that are no numbers in epoch {progress.epoch}"
-        raise NumbersLostError(what, progress.phase, progress.epoch, in_weights=True)
-
-
 def find_batch(
     phases: Sequence[Phase],
     progress: Progress,
     error: NumbersLostError,
     capture: bool,
-    weights: Weights,
+    weights: WeightWatch,
 ) -> BadBatch | None:
     """Makes steps until numbers are lost; None: they are not, this time.
 

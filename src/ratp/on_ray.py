@@ -43,7 +43,11 @@ _KEPT = "Finished stages are kept: the same command goes on after them."
 
 
 class RoomWarning(Note):
-    """The cluster has nothing yet to make a run with, or there is none any more."""
+    """The cluster has nothing yet to make a run with."""
+
+
+class GoneWarning(Note):
+    """A cluster that was there has died: another one is started."""
 
 
 def run_all_on_ray(
@@ -161,7 +165,7 @@ def _found(place: str) -> str:
     if place:
         raise RatpError(f"no Ray cluster answers at {known if place in _WORDS else place}. {_START}")
     warnings.warn(
-        f"the Ray cluster that was at {known} is gone: another one is started here", RoomWarning, stacklevel=2
+        f"the Ray cluster that was at {known} is gone: another one is started here", GoneWarning, stacklevel=2
     )
     return "local"
 

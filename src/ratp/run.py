@@ -47,7 +47,7 @@ from ratp.states import State, StateWarning
 from ratp.stream import Stream
 
 SAVE_EVERY = 120.0
-# Whether another run still trains the network this one begins with.
+# At a network that another run trains and this one begins with.
 SECONDS_BETWEEN_LOOKS = 0.1
 
 

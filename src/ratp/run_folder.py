@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,8 @@ def prepare_folder(folder: Path) -> bool:
             f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
         ) from error
     if present and "config.json" not in present:
-        some = ", ".join(sorted(present)[:3])
         raise RunDirectoryError(
-            f"{folder} holds other files ({some}) and no run. Choose an empty or new folder with --out."
+            f"{holds_others(folder, present)} and no run. Choose an empty or new folder with --out."
         )
     return bool(present)
 
@@ -115,6 +114,11 @@ def files_in(folder: Path) -> set[str]:
         return {item.name for item in folder.iterdir() if not is_leftover(item)} - {LOCK_FILE}
     except FileNotFoundError:
         return set()
+
+
+def holds_others(folder: Path, names: Collection[str]) -> str:
+    """That a folder holds other files, some of them by name: the beginning of a sentence."""
+    return f"{folder} holds other files ({', '.join(sorted(names)[:3])})"
 
 
 def _advice(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from ratp.method import Method
 from ratp.midstage import Checkpoint
-from ratp.numbers import NumbersLostError, Weights, check_numbers, check_weights
+from ratp.numbers import NumbersLostError, WeightWatch, check_numbers
 from ratp.phase import Phase, Progress, Tick
 from ratp.snapshot import Marks
 
@@ -25,7 +25,7 @@ class Stage:
         images: Number of its images.
         marks: How method and phases were when it began.
         progress: Where in its phases it is.
-        weights: What it trains.
+        weights: The watch over what it trains.
         done: Steps made.
         seconds: Time it took before this process.
         statistics: What its finished phases recorded.
@@ -37,7 +37,7 @@ class Stage:
     images: int
     marks: Marks
     progress: Progress
-    weights: Weights
+    weights: WeightWatch
     done: int = 0
     seconds: float = 0.0
     statistics: dict[str, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Stage:
         """A stage at its beginning."""
         progress = Progress()
         marks = Marks({"progress": progress, "phases": list(phases), "method": method}, device)
-        return cls(number, phases, images, marks, progress, Weights(method))
+        return cls(number, phases, images, marks, progress, WeightWatch(method))
 
     @property
     def total(self) -> int:
@@ -90,7 +90,7 @@ class Stage:
         """
         check_numbers(tick.means, self.progress)
         check_numbers(tick.statistics, self.progress)
-        check_weights(self.weights, self.progress)
+        self.weights.check(self.progress)
 
     def is_sound(self, tick: Tick | None) -> bool:
         """Whether :meth:`check` has nothing to say; None: no step was made."""

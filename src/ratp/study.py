@@ -29,7 +29,7 @@ from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
-from ratp.run_folder import files_in, with_advice
+from ratp.run_folder import files_in, holds_others, with_advice
 from ratp.schema import CONFIG, FAILURE, STUDY, NewerFileError
 from ratp.side_by_side import Listener, Result, run_all
 from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
@@ -128,8 +128,7 @@ class Study:
             if not present:
                 return None
             if path.name not in present:
-                some = ", ".join(sorted(present)[:3])
-                return RunDirectoryError(f"{entry.folder} holds other files ({some}) and no {path.name}. {way_out}")
+                return RunDirectoryError(f"{holds_others(entry.folder, present)} and no {path.name}. {way_out}")
             CONFIG.read(read_json(path), path)
         except (NewerFileError, UnreadableFileError, OSError):  # which the run itself tells
             return None
@@ -185,12 +184,10 @@ class Study:
             self.folder.mkdir(parents=True, exist_ok=True)
             own = {entry.folder.name for entry in self.entries} | {REPORT, COMPARISON, FAILURES}
             found = (item for item in self.folder.iterdir() if not is_leftover(item))
-            present = sorted(item.name for item in found if item.name not in own)
+            present = [item.name for item in found if item.name not in own]
             if present:
-                raise RunDirectoryError(
-                    f"{self.folder} holds other files ({', '.join(present[:3])}) and no study. "
-                    "Choose an empty or new folder with --out."
-                )
+                told = f"{holds_others(self.folder, present)} and no study"
+                raise RunDirectoryError(f"{told}. Choose an empty or new folder with --out.")
         except OSError as error:
             raise self._unusable(error) from error
         write_json(self.folder / ABOUT, STUDY.marked({"study": self.name, "title": self.title}))
