@@ -177,10 +177,11 @@ class TestStep:
         stage = phase.stage
         batch = stage.batches.draw(TINY["batch"])
         clean = batch.images * 0.5 + 0.5
-        made = stage._generate(clean)
+        seen = stage._generator.look(clean)
+        made = stage._draw(seen)
         before = copied(dict(method.network.named_parameters()) | dict(method.projection.named_parameters()))
         generator = copied(stage._generator.state_dict())
-        terms = stage._expand(made, clean, [batch.images] * 3, batch.labels)
+        terms = stage._expand(made, seen, clean, [batch.images] * 3, batch.labels)
         after = dict(method.network.named_parameters()) | dict(method.projection.named_parameters())
         assert same_tensors(after, before)
         assert not same_tensors(stage._generator.state_dict(), generator)
@@ -200,10 +201,15 @@ class TestStep:
         only = {"recognition": 0, "adversary": 0, "generator_lr": 0.01}
         stage = self.started(0, **only, cycle=0)[1].stage
         clean = stage.batches.draw(TINY["batch"]).images * 0.5 + 0.5
-        before = diversity(stage._generate(clean), stage._generate(clean), 0.5)
+
+        def apart():
+            seen = stage._generator.look(clean)
+            return diversity(stage._draw(seen), stage._draw(seen), 0.5)
+
+        before = apart()
         for _ in range(20):
             stage.step()
-        assert diversity(stage._generate(clean), stage._generate(clean), 0.5) > before + 0.01
+        assert apart() > before + 0.01
         stage = self.started(0, **only, diversity=0)[1].stage
         first = stage.step()["cycle"]
         for _ in range(20):

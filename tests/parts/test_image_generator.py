@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ratp.errors import RatpError
-from ratp.parts.image_generator import NOISE_DIM, GeneratorPool, ImageGenerator, diversity
+from ratp.parts.image_generator import NOISE_DIM, GeneratorPool, ImageGenerator, diversity, widened
 
 
 def generators(count, noisy=True):
@@ -51,6 +51,28 @@ def test_noise_changes_images_and_its_absence_is_possible(inputs):
     (back,) = generators(1, noisy=False)
     assert not any("noise" in name for name, _ in back.named_parameters())
     assert back(images).shape == images.shape
+
+
+def test_the_last_layer_with_more_channels_gives_the_same_images_and_gradients(inputs):
+    """What GPUs compute."""
+    images = inputs[0].repeat(1, 22, 1, 1)[:, :64].contiguous(memory_format=torch.channels_last).requires_grad_()
+    (one,) = generators(1)
+    last = one.layers[-1]
+    plain, wide = last(images), widened(last, images)
+    torch.testing.assert_close(wide, plain)
+    assert torch.sigmoid(wide).is_contiguous(memory_format=torch.channels_last)
+    wanted = images, last.weight, last.bias
+    gradients = [torch.autograd.grad(made.cos().sum(), wanted) for made in (wide, plain)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_several_draws_need_one_look(inputs):
+    images, noise = inputs
+    (one,) = generators(1)
+    seen = one.look(images)
+    for n in (noise, -noise):
+        assert torch.equal(one.draw(seen, n), one(images, n))
 
 
 def test_a_flat_image_gives_numbers(inputs):

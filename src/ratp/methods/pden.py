@@ -27,7 +27,7 @@ Departures from the published code:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -195,10 +195,11 @@ class PDENStage(PseudoLabelPhase):
         images = self.network.laid_out(batch.images)
         clean = images * self._std + self._mean
         self.network.train()
-        made = self._generate(clean)
+        seen = self._compute(self._generator.look, clean)
+        made = self._draw(seen)
         others = [images, *(self._normalised(view) for view in self._earlier(clean))]
         terms = self._learn(self._normalised(made.detach()), others, batch.labels)
-        return terms | (self._expand(made, clean, others, batch.labels) if self._learns else {})
+        return terms | (self._expand(made, seen, clean, others, batch.labels) if self._learns else {})
 
     def _learn(self, made: Tensor, others: list[Tensor], labels: Tensor) -> dict[str, Tensor]:
         """The network's turn."""
@@ -215,14 +216,16 @@ class PDENStage(PseudoLabelPhase):
         self.optimiser.minimise(total)
         return {"total": total, **terms}
 
-    def _expand(self, made: Tensor, clean: Tensor, others: list[Tensor], labels: Tensor) -> dict[str, Tensor]:
+    def _expand(
+        self, made: Tensor, seen: Tensor, clean: Tensor, others: list[Tensor], labels: Tensor
+    ) -> dict[str, Tensor]:
         """The generator's turn, through the network as it now is."""
         config, count = self._config, len(clean)
         # the view x⁺ is compared with, one for all images
         other = torch.stack(others).index_select(0, self._choose(len(others))).squeeze(0)
         output = self.network(torch.cat([self._normalised(made), other]))
         new, known = self._pden.projection(output.embedding).chunk(2)
-        apart = diversity(made, self._generate(clean), config.diversity_limit)
+        apart = diversity(made, self._draw(seen), config.diversity_limit)
         back = self._compute(self._back, made)
         hidden = adversarial_contrastive(new, known.detach(), config.temperature)
         terms = {
@@ -234,9 +237,9 @@ class PDENStage(PseudoLabelPhase):
         self._adam.minimise(torch.stack(list(terms.values())).sum())
         return terms
 
-    def _generate(self, clean: Tensor) -> Tensor:
-        """x⁺, with values in (0, 1)."""
-        return self._compute(self._generator, clean, self._draw_noise(clean))
+    def _draw(self, seen: Tensor) -> Tensor:
+        """One draw of x⁺, with values in (0, 1), from what the generator has seen."""
+        return self._compute(self._generator.draw, seen, self._draw_noise(seen))
 
     def _earlier(self, clean: Tensor) -> list[Tensor]:
         """x₂ and x₃, with values in [0, 1]; none without earlier generators."""
@@ -246,15 +249,15 @@ class PDENStage(PseudoLabelPhase):
         place = torch.rand(len(clean), 1, 1, 1, generator=self._noise, device=clean.device)
         return [earlier, place * clean + (1 - place) * earlier]
 
-    def _compute(self, generator: ImageGenerator, *inputs: Tensor) -> Tensor:
-        """What a generator makes of images; gradients are wanted while it learns."""
+    def _compute(self, part: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """What a generator, or a part of its way, makes of images; gradients are wanted while it learns."""
         if not self._learns:
             with torch.no_grad():
-                return generator(*inputs)
+                return part(*inputs)
         if self._config.recompute:
-            made: Tensor = checkpoint(generator, *inputs, use_reentrant=False, preserve_rng_state=False)
+            made: Tensor = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
             return made
-        return generator(*inputs)
+        return part(*inputs)
 
     def _normalised(self, images: Tensor) -> Tensor:
         return self._pden.scaling.unit(images)

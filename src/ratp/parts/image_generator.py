@@ -2,8 +2,8 @@
 
     G(x, n) = σ( C₄ r(C₃ A(r(C₂ r(C₁ x)), n)) ),   A(h, n) = (1 + γ)·IN(h) + β,   (γ, β) = linear(n),   n ~ N(0, I)
 
-with 3×3 convolutions C of 16, 32, 64 and 3 channels and r = ReLU. Images have values in [0, 1]. Without noise A is
-left out.
+with 3×3 convolutions C of 16, 32, 64 and 3 channels and r = ReLU. Images have values in [0, 1]. A generator without
+noise has no A.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ CHANNELS = 3
 WIDTH = 16
 NOISE_DIM = 10
 EPSILON = 1e-5
+# Output channels for which cuDNN has kernels with tensor cores; for three it took one without, a quarter of a
+# millisecond for 64 pictures of 32×32 on an H200.
+WIDE = 8
 
 
 class ImageGenerator(nn.Module):
@@ -53,18 +56,52 @@ class ImageGenerator(nn.Module):
             images: Values in [0, 1], shape (n, 3, height, width).
             noise: n, shape (n, 10), for a generator that takes it.
         """
-        first, second, third, last = self.layers
+        return self.draw(self.look(images), noise)
+
+    def look(self, images: Tensor) -> Tensor:
+        """IN(r(C₂ r(C₁ x))), which all draws from the same images have in common; without A, what IN would take.
+
+        Args:
+            images: As for a whole pass.
+        """
+        first, second, _, _ = self.layers
         hidden = F.relu(second(F.relu(first(images))))
+        if self.noise is None:
+            return hidden
+        variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
+        return (hidden - mean) * (variance + EPSILON).rsqrt()
+
+    def draw(self, seen: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Images with values in (0, 1).
+
+        Args:
+            seen: What :meth:`look` gave.
+            noise: As for a whole pass.
+        """
+        _, _, third, last = self.layers
         if self.noise is not None and noise is not None:
             scale, shift = self.noise(noise)[:, :, None, None].chunk(2, dim=1)
-            variance, mean = torch.var_mean(hidden, dim=(2, 3), correction=0, keepdim=True)
-            hidden = (1 + scale) * ((hidden - mean) * (variance + EPSILON).rsqrt()) + shift
-        return torch.sigmoid(last(F.relu(third(hidden))))
+            seen = (1 + scale) * seen + shift
+        hidden = F.relu(third(seen))
+        return torch.sigmoid(widened(cast(nn.Conv2d, last), hidden) if hidden.is_cuda else last(hidden))
 
     if TYPE_CHECKING:
 
         def __call__(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
             """Types what ``nn.Module`` leaves untyped."""
+
+
+def widened(layer: nn.Conv2d, images: Tensor) -> Tensor:
+    """What a convolution to a few channels gives, computed with further ones whose weights are zero.
+
+    Args:
+        layer: The convolution, of stride 1.
+        images: What it is given.
+    """
+    missing = max(0, WIDE - layer.out_channels)
+    weight = F.pad(layer.weight, (0, 0, 0, 0, 0, 0, 0, missing))
+    bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
+    return F.conv2d(images, weight, bias, padding=layer.padding)[:, : layer.out_channels]
 
 
 class GeneratorPool:
