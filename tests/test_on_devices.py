@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import ratp.on_devices as on_devices
+import ratp.side_by_side as side_by_side
 from helpers import TINY, files_of, journal_of, ratp, toy_plan
 from own_images import images, put
 from ratp.errors import ConfigError
@@ -30,6 +31,7 @@ from ratp.record import RunRecord
 from ratp.request import RunRequest
 from ratp.run import Run
 from ratp.run_process import ProcessGoneError
+from ratp.side_by_side import ReturnWarning
 from ratp.study import find_executor, run_study
 from ratp.study_file import read_study
 from tiny_study import traces
@@ -127,6 +129,10 @@ def wait_for(count, process=None):
     return makers()
 
 
+def resumed(folder):
+    return journal_of(folder, "run_resumed")
+
+
 def alive(pids):
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -220,7 +226,7 @@ class TestSharing:
 
 class TestTrouble:
     def test_a_process_that_is_killed(self, gate):
-        """Its two runs fail, all others are made; the same call goes on with them, and ends as if nothing had been."""
+        """Its two runs go on in another, and all end as if nothing had been."""
         hold(*SEEDS)
 
         def kill():
@@ -232,30 +238,28 @@ class TestTrouble:
         killed = set()
         killer = threading.Thread(target=kill)
         killer.start()
-        ends = run_on_two(gate, at_once=2)
+        with pytest.warns(ReturnWarning, match=r"ended unexpectedly \(signal 9\): it goes on") as notes:
+            ends = run_on_two(gate, at_once=2)
         killer.join()
-        assert len(killed) == 2
-        assert {seed for seed, result in ends.items() if isinstance(result, ProcessGoneError)} == killed
-        assert all("signal 9" in str(ends[seed]) for seed in killed)
-        assert sorted(ends) == [*SEEDS]
-        again = run_on_two(gate, at_once=1)
-        assert {*again} == killed
+        assert len(killed) == len(notes) == 2
+        assert all(isinstance(ends[seed], RunRecord) for seed in SEEDS)
         assert results("out") == results("undisturbed")
+        assert {seed for seed in SEEDS if resumed(ends[seed].path)} == killed
 
     def test_a_process_that_loses_its_device(self, gate):
-        """The run that met it says why, the next is not made there, and a new process goes on. So do the others."""
+        """The run that met it says why, the next is made by a new process. So are the others."""
         Path("gate.py").write_text(LOST)
         study = read_study(gate, Path("out"), RunRequest(device="cpu"))
         study.claim()
         mine = study.entries[4].folder
         put(mine, {"thesis.txt": b"mine"})
         hold(2)
-        ends = run_on_two(gate, at_once=1, on_end=lambda ends: let_go() if len(ends) == 4 else None)
+        with pytest.warns(ReturnWarning, match=r"exit code 1") as notes:
+            ends = run_on_two(gate, at_once=1, on_end=lambda ends: let_go() if len(ends) == 4 else None)
+        assert len(notes) == 1
         assert "the GPU has fallen off the bus" in str(ends[1])
-        assert "exit code 1" in str(ends[3])
-        assert isinstance(ends[3], ProcessGoneError)
         assert "thesis.txt" in str(ends[5])
-        assert [seed for seed in SEEDS if isinstance(ends[seed], RunRecord)] == [2, 4]
+        assert [seed for seed in SEEDS if isinstance(ends[seed], RunRecord)] == [2, 3, 4]
         assert files_of(mine) == {"thesis.txt": b"mine"}
 
     def test_a_device_whose_processes_die_leaves_the_rest_to_the_others(self, tmp_path, monkeypatch):
@@ -275,15 +279,72 @@ class TestTrouble:
 
         monkeypatch.setattr(on_devices, "RunProcess", Doomed)
         runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(6)]
-        made = run_all_on_devices(runs, devices=[CPU, *broken], at_once=1)
-        assert [type(result) for result in made].count(ProcessGoneError) == on_devices.MOST_DEATHS
-        assert [type(result) for result in made].count(RunRecord) == 6 - on_devices.MOST_DEATHS
+        with pytest.warns(ReturnWarning) as notes:
+            made = run_all_on_devices(runs, devices=[CPU, *broken], at_once=1)
+        assert all(isinstance(result, RunRecord) for result in made)
+        assert len(notes) == on_devices.MOST_DEATHS
         broken.append(CPU)
         ended = []
-        made = run_all_on_devices(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
-        assert [type(result) for result in made].count(ProcessGoneError) == 2 * on_devices.MOST_DEATHS
-        assert len([result for result in made if "nothing is left to make" in str(result)]) == 2
+        with pytest.warns(ReturnWarning) as notes:
+            made = run_all_on_devices(
+                runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result)
+            )
+        assert len(notes) == 2 * on_devices.MOST_DEATHS
+        assert all("nothing is left to make" in str(result) for result in made)
+        assert len([result for result in made if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
         assert len(ended) == 6
+
+    def test_a_run_of_a_device_that_fails_last_goes_on_where_another_one_works(self, tmp_path, monkeypatch):
+        """The other has found nothing more to do by then."""
+        others = threading.Event()
+
+        class Doomed:
+            def __init__(self, host, device):
+                self._broken = host.device.type == "cuda"
+
+            def events(self, run):
+                if self._broken:
+                    assert others.wait(60)
+                    raise ProcessGoneError("exit code 1")
+                yield from run.events()
+
+            def close(self):
+                if not self._broken:
+                    others.set()
+
+        monkeypatch.setattr(on_devices, "RunProcess", Doomed)
+        runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(3)]
+        with pytest.warns(ReturnWarning):
+            made = run_all_on_devices(runs, devices=[CPU, torch.device("cuda", 1)], at_once=1)
+        assert all(isinstance(result, RunRecord) for result in made)
+
+    def test_a_run_that_ends_every_process_is_given_up_and_the_others_are_made(self, tmp_path, monkeypatch):
+        """Every finished stage allows it as many deaths again."""
+
+        class Doomed:
+            def __init__(self, host, device):
+                pass
+
+            def events(self, run):
+                for event in run.events():
+                    yield event
+                    if run.plan.seed == 1 and isinstance(event, StageFinished) and event.stage < 2:
+                        raise ProcessGoneError("signal 11")
+                    if run.plan.seed == 2:
+                        raise ProcessGoneError("signal 11")
+
+            def close(self):
+                pass
+
+        monkeypatch.setattr(on_devices, "RunProcess", Doomed)
+        monkeypatch.setattr(on_devices, "MOST_DEATHS", 100)
+        monkeypatch.setattr(side_by_side, "MOST_RETURNS", 1)
+        runs = [Run(toy_plan(seed=seed), tmp_path / str(seed)) for seed in (1, 2, 3)]
+        with pytest.warns(ReturnWarning):
+            first, second, third = run_all_on_devices(runs, devices=[CPU, CPU], at_once=1)
+        assert first.matrix.complete and third.matrix.complete
+        assert [e["finished_stages"] for e in resumed(first.path)] == [1, 2]
+        assert isinstance(second, ProcessGoneError) and "(signal 11)" in str(second)
 
 
 def start(*words):
@@ -317,8 +378,8 @@ class TestInterruption:
         again = ratp("study", "run", gate, "--out", "out", "--device", "cpu", "--jobs", "1", "-q")
         assert again.code == 0, again.err
         assert results("out") == results("undisturbed")
-        resumed = [len(journal_of(file.parent, "run_resumed")) for file in Path("out").glob("*/journal.jsonl")]
-        assert sorted(resumed) == [0, 1, 1, 1, 1]
+        returns = [len(resumed(file.parent)) for file in Path("out").glob("*/journal.jsonl")]
+        assert sorted(returns) == [0, 1, 1, 1, 1]
 
     def test_nobody_goes_on_when_the_program_is_killed(self, gate):
         hold(*SEEDS)

@@ -208,7 +208,7 @@ class TestDeaths:
         path, marks = frail
         study = claimed(path, tmp_path / "runs")
         (entry,) = study.entries
-        monkeypatch.setattr(on_ray, "MOST_DEATHS", 0)
+        monkeypatch.setattr(on_ray, "MOST_RETURNS", 0)
         (marks / f"{entry.plan.order[1]}-1").touch()
         on_workers(study)
         assert not list(marks.iterdir())
@@ -217,7 +217,7 @@ class TestDeaths:
         assert "WorkerCrashedError" in study.reason(entry, "failed")
         assert [e["stage"] for e in journal_of(entry.folder, "stage_finished")] == [0]
 
-        monkeypatch.setattr(on_ray, "MOST_DEATHS", 1)
+        monkeypatch.setattr(on_ray, "MOST_RETURNS", 1)
         for name in entry.plan.order[2:]:
             (marks / f"{name}-1").touch()
         on_workers(study)

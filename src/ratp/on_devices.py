@@ -110,8 +110,8 @@ def run_all_on_devices(
 ) -> list[Result]:
     """Makes all runs, or continues them, on several devices; one run alone is made here, on the device of its plan.
 
-    As :func:`ratp.side_by_side.run_all`. A process that dies costs the runs it was making an error, and a new one goes
-    on; once that has died, too, the device gets no more.
+    As :func:`ratp.side_by_side.run_all`. The runs of a process that dies go on in a new one, or on another device; once
+    that has died, too, the device gets no more.
 
     Args:
         runs: What to run, each with a directory of its own.

@@ -31,10 +31,8 @@ from ratp.run import Run
 from ratp.run_folder import prepare_folder
 from ratp.run_messages import OtherPlanError, decoded, described, fail, options_of
 from ratp.run_process import ONE_THREAD
-from ratp.side_by_side import Listener, Result, check_at_once, usual_at_once
+from ratp.side_by_side import MOST_RETURNS, Listener, Result, check_at_once, usual_at_once
 
-# How often a run is sent out again because its worker died, unless it got further meanwhile.
-MOST_DEATHS = 3
 # Seconds between two looks at the head, and how long it may be away: after 60, Ray would end this process.
 LOOK_EVERY, MOST_AWAY = 3.0, 20.0
 _WORDS = ("auto", "local")
@@ -399,7 +397,7 @@ class _Work:
             return
         self._ray.cancel(flight.replies)  # it lives on if no more than a reply was lost
         flight.deaths += 1
-        if flight.deaths <= MOST_DEATHS:
+        if flight.deaths <= MOST_RETURNS:
             try:
                 flight.replies = self._send(flight.run)
             except RatpError as failure:

@@ -43,7 +43,18 @@ Process = subprocess.Popen[bytes]
 
 
 class ProcessGoneError(RatpError):
-    """The process that made a run has ended, and did not say why."""
+    """The process that made a run has ended, and did not say why.
+
+    Attributes:
+        how: What is known of its end.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(
+            f"the process of this run ended unexpectedly ({how}). If memory ran out, run fewer at once. "
+            "Finished stages are kept: the same run goes on after them."
+        )
+        self.how = how
 
 
 class Host(Protocol):
@@ -156,10 +167,7 @@ class RunProcess:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             how = "it no longer answers"
-        return ProcessGoneError(
-            f"the process of this run ended unexpectedly ({how}). If memory ran out, run fewer at once. "
-            "Finished stages are kept: the same run goes on after them."
-        )
+        return ProcessGoneError(how)
 
 
 def start_process(

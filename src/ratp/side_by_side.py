@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
@@ -22,19 +23,26 @@ import torch.nn.functional as F  # noqa: N812
 from ratp.backbones import TIMM
 from ratp.capture import RECORDING, recording_on
 from ratp.errors import ConfigError, RatpError
-from ratp.events import Event
+from ratp.events import Event, StageFinished
+from ratp.notes import Note
 from ratp.record import RunRecord
 from ratp.run import Run
 from ratp.run_messages import OtherPlanError, unexpected
-from ratp.run_process import RunProcess
+from ratp.run_process import ProcessGoneError, RunProcess
 
 # Torch has 32 streams a device, and a run needs two.
 MOST_ON_GPU = 15
 # Runs of small networks that share a GPU if nobody says how many; large networks fill it alone.
 SMALL_ON_GPU = 8
+# How often a run goes on in another process because the one that made it ended, unless it finished a stage meanwhile.
+MOST_RETURNS = 3
 Result = RunRecord | RatpError
 Listener = Callable[[Run, Event], None]
 EventsOf = Callable[[Run], Generator[Event, None, None]]
+
+
+class ReturnWarning(Note):
+    """The process of a run has ended: the run goes on in another."""
 
 
 def run_all(
@@ -47,8 +55,8 @@ def run_all(
 ) -> list[Result]:
     """Makes all runs, or continues them, several at once.
 
-    A run that fails does not stop the others. Ctrl-C stops all at their next step, and the same call continues
-    them.
+    A run that fails does not stop the others. One whose process ends unexpectedly is taken up again after the others.
+    Ctrl-C stops all at their next step, and the same call continues them.
 
     Args:
         runs: What to run, each with a directory of its own.
@@ -225,6 +233,8 @@ class _Work:
     ) -> None:
         self._runs, self._on_event, self._on_end = runs, on_event, on_end
         self._results: dict[int, Result] = {}
+        self._returns = Counter[int]()
+        self._how: dict[Run, str] = {}
         self._telling = threading.Lock()
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -241,6 +251,13 @@ class _Work:
     def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
         """Makes as many runs at once as there are lanes."""
         todo, left = deque(indices), deque[int]()
+        while todo and (usable := [lane for lane in lanes if not lane.gave_up]):
+            self._share(todo, left, usable)  # again, if one gave up when the others had gone
+        self.in_turn(todo, self._nobody)
+        self.in_turn(sorted(left))
+
+    def _share(self, todo: deque[int], left: deque[int], lanes: Sequence[Lane]) -> None:
+        """Has lanes make runs until each gave up or found no more; ``left`` gets what no other process can make."""
         ends = [threading.Event() for _ in lanes]
         threads = [
             threading.Thread(target=self._serve, args=(lane, todo, left, end), name=f"run-{k}", daemon=True)
@@ -258,8 +275,6 @@ class _Work:
                     end.wait()
             raise
         self._raise_failure()
-        self.in_turn(todo, _nobody)
-        self.in_turn(sorted(left))
 
     def _serve(self, lane: Lane, todo: deque[int], left: deque[int], end: threading.Event) -> None:
         """Makes runs until there are no more, in a thread of its own."""
@@ -273,6 +288,8 @@ class _Work:
                     self._make(index, lane.events)
                 except OtherPlanError:
                     left.append(index)
+                except ProcessGoneError:
+                    todo.append(index)
             lane.close()
         except BaseException as error:
             self._fail(error)
@@ -293,11 +310,17 @@ class _Work:
             with closing(events_of(run)) as events:
                 for event in events:
                     self._tell(run, event)
+                    if isinstance(event, StageFinished):
+                        del self._returns[index]
                     if self._stop.is_set():
                         return
             record = run.record()
             run.matrix = record.matrix  # where another process made it
             self._results[index] = record
+        except ProcessGoneError as error:
+            if self._may_return(index, run, error):
+                raise
+            self._results[index] = error
         except RatpError as error:
             self._results[index] = error
         except OtherPlanError:
@@ -308,6 +331,22 @@ class _Work:
             failed = RatpError(unexpected(error))
             failed.__cause__ = error
             self._results[index] = failed
+
+    def _may_return(self, index: int, run: Run, error: ProcessGoneError) -> bool:
+        """Whether a run goes on in another process."""
+        self._returns[index] += 1
+        self._how[run] = error.how
+        if self._returns[index] > MOST_RETURNS:
+            return False
+        told = f"the process of {run.folder.name} ended unexpectedly ({error.how}): it goes on with what was kept"
+        warnings.warn(told, ReturnWarning, stacklevel=2)
+        return True
+
+    def _nobody(self, run: Run) -> Generator[Event, None, None]:
+        """Makes no run: whoever could have, gave up."""
+        why = f"its process ended unexpectedly ({self._how[run]})" if run in self._how else "see the notes before"
+        raise RatpError(f"nothing is left to make {run.folder.name} with: {why}. The same command goes on.")
+        yield
 
     def _tell(self, run: Run, event: Event) -> None:
         if self._on_event is not None:
@@ -328,12 +367,6 @@ class _Work:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _nobody(run: Run) -> Generator[Event, None, None]:
-    """Makes no run: whoever could have, gave up."""
-    raise RatpError(f"nothing is left to make {run.folder.name} with, see the errors before. The same command goes on.")
-    yield
 
 
 def _forget_frames(result: Result) -> None:

@@ -142,6 +142,7 @@ class _Watcher:
         self._stages: dict[str, _Stages] = {}
         self._runs = len(todo)
         self._reasons: set[str] = set()
+        self._several = len({(entry.plan.spec.name, entry.plan.order) for entry in todo}) > 1
         self.done_runs = 0
 
     @property
@@ -162,6 +163,7 @@ class _Watcher:
         if isinstance(event, StageStarted):
             before = event.stage + event.done / max(event.steps, 1)
             stages = self._stages.setdefault(run.folder.name, _Stages(missed=before))
+            stages.whole = max(before - stages.missed, 0.0)  # a run whose process ended may begin a stage again
             stages.steps, stages.steps_made = event.steps, 0
         elif isinstance(event, Trained):
             self._stages[run.folder.name].steps_made += event.tick.made
@@ -170,7 +172,8 @@ class _Watcher:
             stages.whole, stages.steps_made = event.stage + 1 - stages.missed, 0
 
     def ended(self, entry: Entry, result: Result) -> str:
-        """A line about a run that ended."""
+        """A line about a run that ended; stream and order are in it if not all have the same."""
+        title = entry.title if self._several else f"{entry.rows[0].label}, seed {entry.plan.seed}"
         self.done_runs += 1
         stages = self._stages.setdefault(entry.name, _Stages())
         stages.missed = len(entry.plan.order) - stages.made  # where it failed, none of the rest is to come
@@ -178,6 +181,6 @@ class _Watcher:
             reason = brief(result)
             told = "failed as others did" if reason in self._reasons else reason
             self._reasons.add(reason)
-            return f"{entry.title}: {told}"
+            return f"{title}: {told}"
         numbers = "  ".join(f"{metric} {result.matrix.average(metric):.1f}" for metric in METRICS)
-        return f"{entry.title}: {numbers}  ({duration(result.seconds)})"
+        return f"{title}: {numbers}  ({duration(result.seconds)})"
