@@ -225,6 +225,7 @@ class TestSharing:
 
 
 class TestTrouble:
+    @pytest.mark.faults(1, "of several runs, those whose process is killed go on in another and end with the same bits")
     def test_a_process_that_is_killed(self, gate):
         """Its two runs go on in another, and all end as if nothing had been."""
         hold(*SEEDS)
