@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import TINY_OPTIONS, journal_of, ratp, same_tensors, tensors_of, toy_method, toy_plan
-from ratp import run as runs
+from ratp import attempts, session
 from ratp.contract import ContractError
 from ratp.errors import RatpError
 from ratp.evaluate import accuracy
@@ -318,8 +318,8 @@ class TestState:
         ends = []
         for looks in (True, False):
             if not looks:
-                monkeypatch.setattr(runs, "rehearse", lambda *_, **__: None)
-                monkeypatch.setattr(runs, "check_kept", lambda *_: None)
+                monkeypatch.setattr(session, "rehearse", lambda *_, **__: None)
+                monkeypatch.setattr(attempts, "check_kept", lambda *_: None)
             torch.manual_seed(3)
             random.seed(3)
             np.random.seed(3)

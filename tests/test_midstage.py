@@ -11,11 +11,12 @@ import torch
 
 import ratp.midstage as midstage
 from helpers import QUICK, journal_of, same_tensors, tensors_of, toy_plan
+from ratp.attempts import CheckpointWarning
 from ratp.events import StageStarted, Trained
 from ratp.files import read_tensors, write_tensors
 from ratp.methods import METHODS
 from ratp.midstage import BEFORE, LATEST
-from ratp.run import CheckpointWarning, Run
+from ratp.run import Run
 
 SIZES = {"epochs": 2, "steps": 3}
 

@@ -10,13 +10,15 @@ import torch
 
 import ratp.training as training
 from helpers import QUICK, journal_of, same_tensors, tensors_of, toy_plan
+from ratp.attempts import NumbersWarning
 from ratp.drawn import drew, listening
 from ratp.errors import TrainingError
 from ratp.events import StageStarted, Trained
 from ratp.files import read_json
 from ratp.methods import METHODS
 from ratp.precision import single_precision, use_precision
-from ratp.run import EnvironmentWarning, NumbersWarning, Run
+from ratp.run import Run
+from ratp.session import EnvironmentWarning
 
 SIZES = {"epochs": 3, "steps": 4}
 BAD = 7  # an image that ruins every batch it is in

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 import ratp.files
-import ratp.run
+import ratp.measures as measures
 from helpers import (
     QUICK,
     TINY,
@@ -50,7 +50,8 @@ from ratp.methods import METHODS
 from ratp.online import SMALLEST_BATCH, classify_by_batch
 from ratp.randomness import Randomness
 from ratp.record import read_run
-from ratp.run import JournalWarning, Run
+from ratp.run import Run
+from ratp.session import JournalWarning
 from ratp.training import SupervisedPhase
 
 DOMAINS = ("ink", "mud", "fog")
@@ -221,8 +222,8 @@ class TestMeasuring:
     def measured(self, plan, folder, monkeypatch):
         """The names of the domains as they were measured."""
         seen = []
-        real = ratp.run.accuracy
-        monkeypatch.setattr(ratp.run, "accuracy", lambda method, test: seen.append(test.name) or real(method, test))
+        real = measures.accuracy
+        monkeypatch.setattr(measures, "accuracy", lambda method, test: seen.append(test.name) or real(method, test))
         run = Run(plan, folder)
         run.execute()
         return run, seen

@@ -20,6 +20,7 @@ import torch
 import ratp.side_by_side as side_by_side
 from helpers import TINY, accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domains, toy_plan
 from own_images import images, put
+from ratp.attempts import Attempts
 from ratp.device_copies import shared_copy, with_images_on
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Probed, StageFinished, StageStarted, Trained
@@ -532,15 +533,15 @@ class TestOnGPU:
 
     def test_images_are_shared_on_the_device(self, tmp_path, monkeypatch):
         """Streams were loaded separately; target images are the same for every seed, a source's part is not."""
-        held, barrier, real = {}, threading.Barrier(3, timeout=60), Run._phases
+        held, barrier, real = {}, threading.Barrier(3, timeout=60), Attempts._phases
 
-        def watched(self, stage):
-            phases, count = real(self, stage)
-            held.setdefault(stage, []).append(phases[0]._images.data_ptr())
+        def watched(self):
+            phases, count = real(self)
+            held.setdefault(self._number, []).append(phases[0]._images.data_ptr())
             barrier.wait()
             return phases, count
 
-        monkeypatch.setattr(Run, "_phases", watched)
+        monkeypatch.setattr(Attempts, "_phases", watched)
         run_all([gpu_run(tmp_path / str(seed), seed=seed) for seed in range(3)], at_once=3)
         assert [len(set(held[stage])) for stage in (1, 2)] == [1, 1]
         assert len(set(held[0])) == 3

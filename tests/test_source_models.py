@@ -11,7 +11,6 @@ import time
 import warnings
 from contextlib import closing
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +18,11 @@ import torch
 import ratp.source_models as module
 import ratp.training as training
 from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
+from ratp.attempts import Attempts, NumbersWarning
 from ratp.errors import TrainingError
 from ratp.events import StageStarted, Waiting
 from ratp.notes import NotKeptWarning
-from ratp.run import NumbersWarning, Run
+from ratp.run import Run
 from ratp.source_models import SourceModels, TakenError
 
 
@@ -214,7 +214,14 @@ def test_nobody_waits_for_a_run_that_ended_early(how, tmp_path, monkeypatch):
     if how == "given up":
         events.close()
     else:
-        monkeypatch.setattr(first, "_note_epoch", Mock(side_effect=TrainingError("a loss is no number")))
+        real = Attempts._note_epoch
+
+        def failing(self, *about):
+            if self._session.folder == first.folder:
+                raise TrainingError("a loss is no number")
+            real(self, *about)
+
+        monkeypatch.setattr(Attempts, "_note_epoch", failing)
         with pytest.raises(TrainingError) as kept:
             list(events)
         assert kept  # with its traceback, which leads to all there was

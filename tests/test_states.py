@@ -191,7 +191,7 @@ class TestGoingBack:
         next(events)
         damage(stopped / LATEST, "gone")
         with pytest.raises(RunDirectoryError, match=r"missing\. The same command goes on"):
-            run._undo()
+            run._session.undo()
         events.close()
         assert go_on(stopped, "after 1 of 3 stages") == [1, 2]
         assert_same(stopped, whole)

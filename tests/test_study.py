@@ -587,7 +587,7 @@ class TestStates:
 
     @pytest.mark.parametrize("name", ["journal.jsonl", "environment.json"])
     @pytest.mark.parametrize("content", [None, "[]\n[]\n", "broken\n{}\n"])
-    @pytest.mark.filterwarnings("ignore::ratp.run.JournalWarning")
+    @pytest.mark.filterwarnings("ignore::ratp.session.JournalWarning")
     def test_a_finished_run_that_is_damaged_is_reported_as_missing_and_mended(self, study, name, content):
         entry, whole = study.entries[1:]
         before = accuracy_of(entry.folder)

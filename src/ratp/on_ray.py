@@ -368,7 +368,6 @@ class _Work:
                 event = decoded(answer)
             elif "finished" in answer:
                 result = flight.run.record()
-                flight.run.matrix = result.matrix
             elif not goes_on:
                 fail(answer)
         except OtherPlanError:

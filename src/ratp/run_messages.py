@@ -75,8 +75,7 @@ def described(plan: RunPlan) -> dict[str, Any]:
 
 def options_of(run: Run) -> dict[str, Any]:
     """How a run is made, beside its plan; it changes no network."""
-    how = {name: getattr(run, name) for name in ("probe", "capture", "reuse_source", "features", "save_every")}
-    return how | {"after": None if run.after is None else os.fspath(run.after)}
+    return asdict(run.options) | {"after": None if run.after is None else os.fspath(run.after)}
 
 
 def planned(work: Mapping[str, Any]) -> RunPlan:

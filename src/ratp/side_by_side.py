@@ -314,9 +314,7 @@ class _Work:
                         del self._returns[index]
                     if self._stop.is_set():
                         return
-            record = run.record()
-            run.matrix = record.matrix  # where another process made it
-            self._results[index] = record
+            self._results[index] = run.record()
         except ProcessGoneError as error:
             if self._may_return(index, run, error):
                 raise

@@ -13,7 +13,7 @@ import torch
 from helpers import TINY_OPTIONS, files_of, journal_of, ratp, unreadable
 from ratp.files import read_tensors, write_tensors
 from ratp.report.page import PictureWarning
-from ratp.run import JournalWarning
+from ratp.session import JournalWarning
 
 EXAMPLE = "'scan>photo>font>street'"
 TINY_RUN = ["run", "--method", "source-only", "--device", "cpu", *TINY_OPTIONS]

@@ -10,7 +10,8 @@ from helpers import journal_of, ratp, toy_domains, toy_plan
 from ratp.events import StageFinished
 from ratp.files import read_json, write_json
 from ratp.record import read_run
-from ratp.run import EnvironmentWarning, Run
+from ratp.run import Run
+from ratp.session import EnvironmentWarning
 
 
 def plan():

@@ -81,9 +81,11 @@ def damaged_copy(folder, tmp_path_factory, name, damage):
 
 
 @pytest.mark.faults(2, "any damage to any file of a run is noticed by its hash, or makes no difference to the result")
-@pytest.mark.filterwarnings("ignore::ratp.run.EnvironmentWarning")  # the file that tells of it may be the damaged one
+@pytest.mark.filterwarnings(
+    "ignore::ratp.session.EnvironmentWarning"
+)  # the file that tells of it may be the damaged one
 @pytest.mark.filterwarnings("ignore::ratp.states.StateWarning")
-@pytest.mark.filterwarnings("ignore::ratp.run.JournalWarning")
+@pytest.mark.filterwarnings("ignore::ratp.session.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(UNDER_WAY), damage=damages())
 def test_going_on(runs, tmp_path_factory, name, damage):
@@ -97,7 +99,7 @@ def test_going_on(runs, tmp_path_factory, name, damage):
 
 
 @pytest.mark.faults(6, "damaged weights are refused by their hash, and the run they are of writes them again")
-@pytest.mark.filterwarnings("ignore::ratp.run.JournalWarning")
+@pytest.mark.filterwarnings("ignore::ratp.session.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(FINISHED), damage=damages())
 def test_reading(runs, tmp_path_factory, name, damage):
