@@ -336,8 +336,9 @@ class _Work:
         self._how[run] = error.how
         if self._returns[index] > MOST_RETURNS:
             return False
-        told = f"the process of {run.folder.name} ended unexpectedly ({error.how}): it goes on with what was kept"
-        warnings.warn(told, ReturnWarning, stacklevel=2)
+        if not self._stop.is_set():
+            told = f"the process of {run.folder.name} ended unexpectedly ({error.how}): it goes on with what was kept"
+            warnings.warn(told, ReturnWarning, stacklevel=2)
         return True
 
     def _nobody(self, run: Run) -> Generator[Event, None, None]:
