@@ -363,14 +363,20 @@ class TestInterruption:
         assert "Traceback" not in result.err
 
 
-def test_control_c_before_a_command_began(monkeypatch):
-    monkeypatch.setattr(sys.modules[main.__module__], "spread_targets", _stopped)
+def _stopped(*_):
+    raise KeyboardInterrupt
+
+
+def _stopped_in_a_class(words):
+    type("Loaded", (), {"part": type("Part", (), {"__set_name__": _stopped})()})
+
+
+@pytest.mark.parametrize("stopped", [_stopped, _stopped_in_a_class])
+def test_control_c_before_a_command_began(stopped, monkeypatch):
+    """While modules are still being loaded, say."""
+    monkeypatch.setattr(sys.modules[main.__module__], "spread_targets", stopped)
     ended = ratp("run")
     assert (ended.code, ended.out, ended.err) == (130, "", "")
-
-
-def _stopped(words):
-    raise KeyboardInterrupt
 
 
 def test_it_is_a_program():

@@ -68,6 +68,8 @@ def main() -> None:
             stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
         sys.exit(2)
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # before Python 3.12, one within the making of a class
+            sys.exit(128 + signal.SIGINT)
         told = own_traceback(error) or _full(error)
         if told is None:
             raise
