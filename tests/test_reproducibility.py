@@ -189,17 +189,17 @@ class TestCells:
     @pytest.mark.parametrize(
         ("values", "verdict", "text"),
         [
-            ([85.0], "within", "85.0 (85.0) +0.0"),
-            ([84.96], "within", "85.0 (85.0) +0.0"),
-            ([87.0], "within", "87.0 (85.0) +2.0"),
-            ([83.2], "within", "83.2 (85.0) −1.8"),
+            ([85.0], "close", "85.0 (85.0) +0.0"),
+            ([84.96], "close", "85.0 (85.0) +0.0"),
+            ([87.0], "close", "87.0 (85.0) +2.0"),
+            ([83.2], "close", "83.2 (85.0) −1.8"),
             ([87.5], "above", "87.5 (85.0) +2.5 ▲"),
             ([70.0], "below", "70.0 (85.0) −15.0 ▼"),
             ([81.9, 82.0, 82.1], "below", "82.0 ± 0.1 (85.0) −3.0 ▼"),
-            ([79.0, 82.0, 85.0], "within", "82.0 ± 3.0 (85.0) −3.0"),
+            ([79.0, 82.0, 85.0], "within spread", "82.0 ± 3.0 (85.0) −3.0 ~"),
         ],
     )
-    def test_a_cell_says_what_agrees(self, values, verdict, text):
+    def test_a_cell_says_how_ours_lies_to_the_paper_s(self, values, verdict, text):
         item = tool.Compared(CELL, summarise(values))
         assert (item.verdict, str(item)) == (verdict, text)
 
@@ -272,5 +272,5 @@ class TestPage:
 
     def test_a_folder_without_results_has_nothing_run(self, tmp_path):
         page = tool.page(tmp_path)
-        assert row(page, "all", "")[2:] == ["1884", "0", "0", "0", "0"]
+        assert row(page, "all", "")[2:] == ["1884", *["0"] * 5]
         assert "Files that count for no cell: none." in page

@@ -321,9 +321,9 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("printed", "tolerance", "expected"),
         [
-            (80.0, 0.0, "within"),
-            (79.8, 0.2, "within"),
-            (80.2, 0.2, "within"),
+            (80.0, 0.0, "close"),
+            (79.8, 0.2, "close"),
+            (80.2, 0.2, "close"),
             (79.79, 0.2, "above"),
             (80.21, 0.2, "below"),
         ],
@@ -334,36 +334,43 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("printed", "tolerance", "expected"),
         [
-            (78.0, 0.5, "within"),
-            (82.0, 0.5, "within"),
+            (79.5, 0.5, "close"),
+            (79.4, 0.5, "within spread"),
+            (78.0, 0.5, "within spread"),
+            (82.0, 0.5, "within spread"),
             (77.9, 0.5, "above"),
             (82.1, 0.5, "below"),
-            (77.9, 3.0, "within"),
+            (77.9, 3.0, "close"),
             (76.9, 3.0, "above"),
         ],
     )
-    def test_more_values_have_the_greater_of_tolerance_and_half_width(self, printed, tolerance, expected):
+    def test_of_more_values_an_interval_that_reaches_farther_leaves_it_open(self, printed, tolerance, expected):
         assert verdict(printed, Summary(3, 80.0, 1.0, 78.0, 82.0), tolerance) == expected
 
     @given(PERCENT, SAMPLES, st.floats(0, 20), st.floats(0, 20))
     def test_more_tolerance_never_parts_what_agreed(self, printed, values, tolerance, more):
         ours = summarise(values)
         before, after = verdict(printed, ours, tolerance), verdict(printed, ours, tolerance + more)
-        assert after in ("within", before)
-        assert verdict(printed, ours, 101) == "within"
+        assert after in ("close", before)
+        assert verdict(printed, ours, 101) == "close"
+
+    @given(PERCENT, PERCENT, st.floats(0, 20))
+    def test_seeds_that_disagree_never_make_it_close(self, printed, mean, tolerance):
+        found = verdict(printed, Summary(3, mean, 100.0, mean - 250.0, mean + 250.0), tolerance)
+        assert found == ("close" if abs(mean - printed) <= tolerance + 1e-9 else "within spread")
 
     @given(PERCENT, SAMPLES, st.floats(0, 20), st.floats(0, 50))
     def test_a_higher_printed_number_never_puts_us_higher(self, printed, values, tolerance, more):
         ours = summarise(values)
-        order = ("below", "within", "above")
+        order = {"below": -1, "within spread": 0, "close": 0, "above": 1}
         before, after = verdict(printed, ours, tolerance), verdict(printed + more, ours, tolerance)
-        assert order.index(after) <= order.index(before)
+        assert order[after] <= order[before]
 
     @given(PERCENT, SAMPLES, st.floats(0, 20))
     def test_it_says_on_which_side_our_mean_is(self, printed, values, tolerance):
         ours = summarise(values)
         found = verdict(printed, ours, tolerance)
-        assert found == "within" or found == ("above" if ours.mean > printed else "below")
+        assert found in ("close", "within spread") or found == ("above" if ours.mean > printed else "below")
 
     def test_numbers_that_are_none_are_refused(self):
         with pytest.raises(ValueError, match="finite"):

@@ -27,7 +27,7 @@ TOLERANCE = 2.0
 MISSING = "–"
 SYN, DAGGER = "SD", "†"
 NOT_RUN = "not run"
-MARKS = {"within": "", "above": " ▲", "below": " ▼"}
+MARKS = {"close": "", "within spread": " ~", "above": " ▲", "below": " ▼"}
 TITLES = {"main": "Main orders", "orders": "Ten orders", "stationary": "One source, one target"}
 
 # What the paper takes away from RaTP for one source and one target: replay, distillation, old prototypes.
@@ -54,11 +54,11 @@ was made with is the one that preset `official` has today. One exception: for on
 only with `{" ".join(f"--set {name}={value}" for name, value in STATIONARY.items())}`.
 
 A cell reads `ours (paper) gap`: our mean over n seeds, ± their standard deviation if n > 1, what the paper prints, and
-how far ours lies from it. A cell without an arrow is *within*: our mean is at most {TOLERANCE:g} points away or, with
-several seeds, no farther than the 95 % confidence interval of our mean reaches. ▲ is above, ▼ below, both before
-rounding. {DAGGER} marks what depends on SYN, which is regenerated here: domain {SYN}, everything measured after its
-training, and every mean with such a number in it. `{MISSING} (paper)` has not been run. A mean over all orders is over
-the seeds that every order was run with.
+how far ours lies from it. A cell without a mark is *close*: our mean is at most {TOLERANCE:g} points away. ~ is *within
+spread*: it is farther away, but with several seeds the 95 % confidence interval of our mean reaches the paper's number,
+so that they leave open whether the two agree. ▲ is above, ▼ below; all before rounding. {DAGGER} marks what depends on
+SYN, which is regenerated here: domain {SYN}, everything measured after its training, and every mean with such a number
+in it. `{MISSING} (paper)` has not been run. A mean over all orders is over the seeds that every order was run with.
 
 ## What is not as in the paper
 
@@ -72,6 +72,8 @@ the seeds that every order was run with.
 
 [docs/benchmarks.md](docs/benchmarks.md) says more, also which runs are of earlier code.
 """
+
+TWICE = "Main orders are among the ten: their averages are printed in two tables, and counted in both."
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """Whether ours is within what agrees, above or below it, or not run."""
+        """Whether ours is close, within the spread of our seeds, above or below, or not run."""
         return verdict(self.cell.value, self.ours, TOLERANCE) if self.ours else NOT_RUN
 
     def __str__(self) -> str:
@@ -187,7 +189,7 @@ def page(folder: Path) -> str:
     runs = [read_run(path) for stream in streams for path in sorted((folder / stream).glob("*.json"))]
     results = collect(runs)
     compared = compare(results)
-    blocks = [OPENING.rstrip(), "## Summary", summary(compared)]
+    blocks = [OPENING.rstrip(), "## Summary", summary(compared), TWICE]
     for experiment, title in TITLES.items():
         blocks.append(f"## {title}")
         items = [item for item in compared if item.cell.experiment == experiment]
@@ -197,7 +199,7 @@ def page(folder: Path) -> str:
 
 
 def summary(compared: Sequence[Compared]) -> str:
-    """How many cells there are, were run and agree."""
+    """How many cells there are, how many were run, and how ours lie to them."""
     groups = _groups(compared, lambda cell: (cell.experiment, cell.stream))
     rows = [[TITLES[group[0].cell.experiment], group[0].cell.stream, *_tally(group)] for group in groups]
     head = ["experiment", "stream", "cells printed", "cells with a number of ours", *MARKS]

@@ -22,6 +22,7 @@ from ratp.numbers import NumbersLostError, find_batch, lost_weights
 from ratp.phase import Phase, Tick, train
 from ratp.precision import single_precision
 from ratp.randomness import Randomness
+from ratp.record import is_undone
 from ratp.session import Session
 from ratp.source_models import TakenError
 from ratp.stage import Stage, ready
@@ -256,7 +257,7 @@ class Attempts:
     ) -> None:
         session, precision = self._session, self._session.precision
         session.matrix = session.matrix.with_row([row.get(name, math.nan) for name in self._stream.order])
-        told = session.measures.row_as_told(session.method, self._number)
+        told = session.measures.row_as_told(session.method, self._learnt(guard))
         event = Journal.now(
             "stage_finished",
             stage=self._number,
@@ -269,6 +270,13 @@ class Attempts:
             **({"precision": precision} if precision != self._plan.precision else {}),
         )
         self._files.finish_stage(session.method.state(), session.matrix, event)
+
+    def _learnt(self, guard: Mapping[str, Any] | None) -> list[int]:
+        """Stages up to this one that were not undone; ``guard`` is what it says of this one."""
+        undone = {event.get("stage") for event in self._files.journal.finished() if is_undone(event)}
+        if is_undone({"guard": guard}):
+            undone.add(self._number)
+        return [number for number in range(self._number + 1) if number not in undone]
 
     def _note_epoch(self, work: Stage, tick: Tick, started: float) -> None:
         work.check(tick)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -38,11 +39,16 @@ class Measures:
         """
         return {test.name: accuracy(method, test) for test in self._tests[first:] if test is not None}
 
-    def row_as_told(self, method: Method, stage: int) -> dict[str, float]:
-        """Accuracies on the domains up to a stage if it is told which they are; nothing if that makes no difference."""
-        tests = [(number, test) for number, test in enumerate(self._tests[: stage + 1]) if test is not None]
+    def row_as_told(self, method: Method, learnt: Sequence[int]) -> dict[str, float]:
+        """Accuracies on the domains it has learnt if it is told which they are; nothing if that makes no difference.
+
+        Args:
+            method: What is measured.
+            learnt: Their places in the order; a domain whose stage was undone is not among them.
+        """
+        tests = [(stage, test) for stage, place in enumerate(learnt) if (test := self._tests[place]) is not None]
         try:
-            found = {test.name: accuracy_as(method, test, number) for number, test in tests}
+            found = {test.name: accuracy_as(method, test, stage) for stage, test in tests}
         except TrainingError:
             return {}
         return {name: value for name, value in found.items() if value is not None}

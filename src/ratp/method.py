@@ -180,7 +180,10 @@ class Method(ABC):
         raise RatpError(f"{self.name} must not be told the labels of {domain.name!r}.")
 
     def predict_as(self, images: Tensor, stage: int) -> Tensor | None:
-        """As :meth:`predict`, for images known to be of the domain of a stage; None: to know it makes no difference."""
+        """As :meth:`predict`, for images known to be of the domain of a stage; None: to know it makes no difference.
+
+        Stages are counted as the method has learnt them: one that the guard undid has no number.
+        """
         del images, stage
         return None
 

@@ -29,7 +29,7 @@ from ratp.plan import find_device
 from ratp.precision import find_precision
 from ratp.run import Run
 from ratp.run_messages import same_run
-from ratp.run_process import ONE_THREAD, Process, ProcessGoneError, RunProcess, answer, start_process
+from ratp.run_process import ONE_THREAD, Process, ProcessGoneError, RunProcess, answer, let_end, start_process
 from ratp.side_by_side import (
     EventsOf,
     Lane,
@@ -181,7 +181,7 @@ class _DeviceProcess:
             self._joined -= 1
             if self._joined == 0 and self._process is not None:
                 self._close_door()
-                self._process.wait()
+                let_end(self._process)
                 self._process = None
 
     def _close_door(self) -> None:

@@ -143,7 +143,7 @@ class RunRecord:
     @property
     def rollbacks(self) -> tuple[str, ...]:
         """What the guard undid, and why; a text a stage."""
-        undone = (event for event in self.guarded if event["guard"].get("rolled_back"))
+        undone = filter(is_undone, self.guarded)
         return tuple(f"{event.get('domain')}: {'; '.join(event['guard'].get('reasons', ()))}" for event in undone)
 
     def events(self, kind: str) -> list[Mapping[str, Any]]:
@@ -265,6 +265,12 @@ def is_event(event: Any) -> bool:
         and isinstance(event.get("seconds", 0), int | float)
         and abs(event.get("seconds", 0)) < _LONGEST
     )
+
+
+def is_undone(event: Mapping[str, Any]) -> bool:
+    """Whether the end of a stage says that the guard undid it."""
+    guard = event.get("guard")
+    return isinstance(guard, dict) and bool(guard.get("rolled_back"))
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

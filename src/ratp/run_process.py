@@ -37,8 +37,9 @@ sys.path[:] = settings.pop("path")
 from {module} import serve
 serve(**settings)
 """
-# Seconds in which a process that is gone can be asked how it ended.
+# Seconds in which a process that is gone can be asked how it ended, and those one with nothing left to do has to end.
 _PATIENCE = 5.0
+_LAST_SECONDS = 30.0
 Process = subprocess.Popen[bytes]
 
 
@@ -79,7 +80,7 @@ class _OwnProcess:
 
     def leave(self) -> None:
         if self._process is not None:
-            self._process.wait()
+            let_end(self._process)
 
 
 class RunProcess:
@@ -160,14 +161,22 @@ class RunProcess:
 
     def _gone(self) -> ProcessGoneError:
         assert self._process is not None
-        process = self._process
-        self.close()
         try:
-            code = process.wait(_PATIENCE)
+            code = self._process.wait(_PATIENCE)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             how = "it no longer answers"
+        self.close()
         return ProcessGoneError(how)
+
+
+def let_end(process: Process) -> None:
+    """Waits for a process that has nothing left to do; one that hangs is killed."""
+    try:
+        process.wait(_LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def start_process(

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal, TypeVar
 
 Key = TypeVar("Key")
-Verdict = Literal["within", "above", "below"]
+Verdict = Literal["close", "within spread", "above", "below"]
 
 AVERAGE = "average"
 
@@ -175,11 +175,12 @@ def best_two(rows: Mapping[str, float], decimals: int = 1) -> tuple[frozenset[st
 
 
 def verdict(printed: float, ours: Summary, tolerance: float) -> Verdict:
-    """Whether our mean agrees with a printed number.
+    """How our mean lies to a printed number.
 
-    It is within if it differs from the printed number by no more than the tolerance or, with at least two values,
-    by no more than the half-width of its confidence interval, whichever is greater. Otherwise it is above or below
-    the printed number. Rounding errors up to 1e-9 do not count.
+    It is close if it differs from the printed number by no more than the tolerance. If it differs by more, but with at
+    least two values by no more than the half-width of its confidence interval, it is within the spread: our values
+    leave open whether they agree. Otherwise it is above or below the printed number. Rounding errors up to 1e-9 do not
+    count.
 
     Args:
         printed: The number to agree with.
@@ -193,9 +194,10 @@ def verdict(printed: float, ours: Summary, tolerance: float) -> Verdict:
     if not tolerance >= 0:
         raise ValueError(f"the tolerance is {tolerance}; it must be at least 0.")
     difference = ours.mean - printed
-    allowed = tolerance if ours.is_single else max(tolerance, ours.half_width)
-    if abs(difference) <= allowed + ROUNDING:
-        return "within"
+    if abs(difference) <= tolerance + ROUNDING:
+        return "close"
+    if not ours.is_single and abs(difference) <= ours.half_width + ROUNDING:
+        return "within spread"
     return "above" if difference > 0 else "below"
 
 

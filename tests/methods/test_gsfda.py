@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -221,6 +223,21 @@ class TestMasks:
             assert end["accuracy_as_told"][end["domain"]] == end["accuracy"][end["domain"]]
         tests = dict(zip(names, run.stream.tests, strict=True))
         for stage, name in enumerate(names):
+            right = run.method.predict_as(tests[name].images, stage).argmax(dim=1) == tests[name].labels
+            assert ends[-1]["accuracy_as_told"][name] == pytest.approx(100 * right.float().mean().item())
+
+    def test_a_stage_that_is_undone_has_no_mask_and_others_keep_theirs(self, tmp_path):
+        """Blank images come second; the domains after them are predicted with the masks they were learnt with."""
+        domains = toy_domains()
+        blank = replace(domains[1], name="blank", images=torch.zeros_like(domains[1].images))
+        plan = replace(toy_plan(NAME, [domains[0], blank, *domains[1:]], changes={"slots": 4}), guard="act")
+        run = Run(plan, tmp_path / "run")
+        ends = run.execute().events("stage_finished")
+        assert [end.get("guard", {}).get("rolled_back") for end in ends[:2]] == [None, True]
+        learnt = [end["domain"] for end in ends if not end.get("guard", {}).get("rolled_back")]
+        assert len(learnt) > 1 and list(ends[-1]["accuracy_as_told"]) == learnt
+        tests = dict(zip(run.stream.order, run.stream.tests, strict=True))
+        for stage, name in enumerate(learnt):
             right = run.method.predict_as(tests[name].images, stage).argmax(dim=1) == tests[name].labels
             assert ends[-1]["accuracy_as_told"][name] == pytest.approx(100 * right.float().mean().item())
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ratp.record import RunRecord
+from ratp.record import RunRecord, is_undone
 from ratp.report.cells import MISSING
 
 # Signs by their names in the journal, and what the columns are called; of a pair, before and after the stage.
@@ -49,7 +49,7 @@ def judged(run: RunRecord) -> list[Judged]:
     for event in run.guarded:
         guard = event["guard"]
         reasons = "; ".join(map(str, guard.get("reasons", ())))
-        decision = "rolled back" if guard.get("rolled_back") else "kept, though refused" if reasons else "accepted"
+        decision = "rolled back" if is_undone(event) else "kept, though refused" if reasons else "accepted"
         cells = tuple(_cell(guard.get("signs", {}), names) for names in COLUMNS.values())
         found.append(Judged(run, str(event.get("domain", MISSING)), decision, reasons, cells))
     return found
