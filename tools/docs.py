@@ -289,6 +289,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "digits methods": partial(method_averages, DIGITS),
     "digits reverse methods": partial(method_averages, DIGITS, order_name="reverse"),
     "pacs methods": partial(method_averages, PACS),
+    "pacs reverse methods": partial(method_averages, PACS, order_name="reverse"),
     "digits own optimiser": partial(method_averages, DIGITS, "own-optimiser", all_methods=False),
     "pacs own optimiser": partial(method_averages, PACS, "own-optimiser", all_methods=False),
     "frames": frames_tables,

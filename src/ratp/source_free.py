@@ -38,8 +38,8 @@ Finish = Callable[[Tensor, Tensor], dict[str, float]]
 # Images turned at once, all at once would take several copies of a domain.
 ROTATED = 1024
 
-# SHOT's optimiser for large networks, and its rates. It was published for a bottleneck that ends in BatchNorm. Here it
-# serves methods that leave convolutions as they are; one that trains all of a feature extractor wears it out with it.
+# SHOT's optimiser for large networks, and its rate. It was published for a bottleneck that ends in BatchNorm. Here it
+# serves methods that leave convolutions as they are on targets; one that trains them there wears the network out.
 SHOT_LARGE: Mapping[str, Any] = {
     "backbone_rate": 0.1,
     "sgd.momentum": 0.9,
@@ -47,10 +47,9 @@ SHOT_LARGE: Mapping[str, Any] = {
     "sgd.schedule": "per-step",
     "sgd.nesterov": True,
 }
+SHOT_RATE: Mapping[str, Any] = {"lr": 0.01}
 SHOT_RATES: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("pacs", "official"): {"lr": 0.01},
-    ("domainnet10", "official"): {"lr": 0.01},
-    ("folders", "official"): {"lr": 0.01},
+    (stream, "official"): SHOT_RATE for stream in ("pacs", "domainnet10", "folders")
 }
 
 

@@ -63,14 +63,12 @@ class Paired(Summary):
         losses: How many are negative.
         ties: How many are 0.
         p_value: Two-sided p-value of the paired t-test; NaN of a single difference.
-        left_out: How many keys only one side has.
     """
 
     wins: int
     losses: int
     ties: int
     p_value: float
-    left_out: int
 
 
 def summarise(values: Iterable[float], confidence: float = 0.95) -> Summary:
@@ -121,7 +119,6 @@ def paired(ours: Mapping[Key, float], theirs: Mapping[Key, float], confidence: f
         losses=sum(difference < 0 for difference in differences),
         ties=differences.count(0),
         p_value=_p_value(summary),
-        left_out=len(ours.keys() ^ theirs.keys()),
     )
 
 

@@ -2,7 +2,8 @@
 
 SHOT with other labels: every class has as many seeds and several centres, and the centres follow the model.
 
-* Source stage: cross-entropy with smoothed labels, as SHOT's.
+* Source stage: cross-entropy with smoothed labels, as SHOT's. In RaTP's comparison both have the same network after it;
+  here large ones differ by their optimisers.
 * Target stage: at the start of every epoch each image gets a static label, and each class four centres
   (:mod:`ratp.parts.bmd_labels`). First epoch: loss H̄ − H(p̄). Then H̄ + 2·CE(static label) +
   ½·[CE(dynamic label, p) + CE(p, dynamic label)], where the dynamic label of an image is soft and comes from the
@@ -45,7 +46,7 @@ from ratp.training import Batch
 
 @dataclass(frozen=True)
 class BMDConfig(SourceFreeConfig):
-    """Switches of BMD. Defaults: the constants its published code runs with."""
+    """Switches of BMD. Defaults: the constants of its published code, but for the optimiser of small networks."""
 
     centres: int = switch(4, "centres a class", minimum=1)
     share: int = switch(3, "each class has N/(share·K) seeds", minimum=1)

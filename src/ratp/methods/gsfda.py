@@ -55,7 +55,7 @@ from ratp.parts.neighbourhood import Bank, disagreement
 from ratp.parts.scores import scores
 from ratp.parts.sgd import Group, SGDConfig, StageSGD
 from ratp.phase import Phase
-from ratp.source_free import SHOT_LARGE, SourceFreeConfig, extractor_groups
+from ratp.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, extractor_groups
 from ratp.training import Batch, Batches, look
 
 LONGEST_GRADIENT = 10_000.0
@@ -63,7 +63,7 @@ LONGEST_GRADIENT = 10_000.0
 
 @dataclass(frozen=True)
 class GSFDAConfig(CopiesConfig, SourceFreeConfig):
-    """Switches of GSFDA. Defaults: the published ones for several targets."""
+    """Switches of GSFDA. Defaults: the published ones for several targets, but for the optimiser of small networks."""
 
     slots: int = switch(5, "domains with a mask of their own, the source among them; more share the last", minimum=1)
     sparsity: float = switch(0.1, "ρ, weight of the masks' mean on the source", minimum=0)
@@ -86,9 +86,9 @@ class GSFDA(CopyingMethod):
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         ("demo", "official"): {"slots": 4},
         ("digits", "official"): {"slots": 5},
-        ("pacs", "official"): {"lr": 0.01, "slots": 4, "r_con": 0.5},
-        ("domainnet10", "official"): {"lr": 0.01, "slots": 6},
-        ("folders", "official"): {"lr": 0.01, "r_con": 0.5},
+        ("pacs", "official"): {**SHOT_RATE, "slots": 4, "r_con": 0.5},
+        ("domainnet10", "official"): {**SHOT_RATE, "slots": 6},
+        ("folders", "official"): {**SHOT_RATE, "r_con": 0.5},
     }
     needs = "memory, many passes over a target, number of domains"
     config: GSFDAConfig

@@ -12,7 +12,8 @@ SHOT and a second task that needs no labels: to tell by how many quarters an ima
 Departures from the original: those of SHOT (``methods/shot.py``); the stage has the recipe's epochs (the original 15);
 the upright embedding is the one SHOT's loss uses, not that of another pass, so that turned images weigh half in
 BatchNorm's running statistics, where they weigh a third in the original; R is measured after every epoch on all images,
-each turned once. With γ = 0 there is no such task, and this is SHOT bit for bit.
+each turned once; it, too, has RaTP's optimiser, by which it learns slowly: on PACS it tells 31 % of the turns of A and
+45 of C when the stage begins, a quarter being chance. With γ = 0 there is no such task, and this is SHOT bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ratp.source_free import RotationPhase, RotationTask, SHOTPhase, SourceFreeC
 
 @dataclass(frozen=True)
 class SHOTPlusConfig(SourceFreeConfig):
-    """Switches of SHOT+. Defaults: the published ones for digits."""
+    """Switches of SHOT+. Defaults: the published ones for digits, but for the optimiser."""
 
     beta: float = switch(0.1, "β, weight of the cross-entropy with pseudo labels", minimum=0)
     gamma: float = switch(0.2, "γ, weight of the rotation task; 0: SHOT", minimum=0)

@@ -65,7 +65,7 @@ class MixMatchConfig:
 
 @dataclass(frozen=True)
 class SHOTPlusPlusConfig(SourceFreeConfig):
-    """Switches of SHOT++. Defaults: the published ones for digits."""
+    """Switches of SHOT++. Defaults: the published ones for digits, but for the optimiser."""
 
     beta: float = switch(0.1, "β, weight of the cross-entropy with pseudo labels", minimum=0)
     gamma: float = switch(0.2, "γ, weight of the rotation task; 0: none", minimum=0)
