@@ -153,7 +153,8 @@ def mean_ranks(tables: Sequence[Mapping[str, float]], confidence: float = 0.95) 
 def best_two(rows: Mapping[str, float], decimals: int = 1) -> tuple[frozenset[str], frozenset[str]]:
     """The names with the best and with the second best value as printed.
 
-    Values that look equal in print share a place; the second place is that of the next lower value in print.
+    Values that look equal in print share a place. The second place is that of the next lower value in print; where
+    several share the first, there is none.
 
     Args:
         rows: Value by name.
@@ -165,10 +166,10 @@ def best_two(rows: Mapping[str, float], decimals: int = 1) -> tuple[frozenset[st
     _refuse_gaps(rows.values())
     printed = {name: float(f"{value:.{decimals}f}") for name, value in rows.items()}
     levels = sorted(set(printed.values()), reverse=True)
-    first, second = (
+    first, next_ = (
         frozenset(name for name, value in printed.items() if value in level) for level in (levels[:1], levels[1:2])
     )
-    return first, second
+    return first, next_ if len(first) == 1 else frozenset()
 
 
 def verdict(printed: float, ours: Summary, tolerance: float) -> Verdict:

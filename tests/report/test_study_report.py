@@ -388,7 +388,7 @@ class TestSweeps:
         page = write_study(study(*runs, usual={(0, "r_con"): 0.5}), tmp_path)
         rows = lines_of((page.parent / "report.md").read_text(), "r_con on demo: a > b > c")
         assert rows == {
-            "0.5 (usual)": ["1", "50.0¹", "*81.0*¹", "71.0¹"],
+            "0.5 (usual)": ["1", "50.0¹", "81.0¹", "71.0¹"],
             "0.7": ["1", "*51.0*¹", "**83.0**¹", "**75.0**¹"],
             "0.9": ["1", "**52.0**¹", "**83.0**¹", "*73.0*¹"],
         }

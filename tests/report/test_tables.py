@@ -135,6 +135,31 @@ def test_equal_numbers_share_the_mark_and_an_all_equal_column_has_none(make_run)
     assert "**" not in comparison_markdown(runs[:2])
 
 
+def test_two_best_leave_no_second_place(make_run):
+    runs = [make_run(), make_run(method="copy"), make_run(((90.0, 50.0, 30.0),) * 3, method="flat")]
+    markdown = markdown_report(runs)
+    assert cells_of(line_of(markdown, "| flat"))[2] == "40.0"
+    assert "Best in bold." in markdown
+    latex = latex_report(runs)
+    assert r"TDG & photo & $\mathbf{60.0}$ & $\mathbf{60.0}$ & $50.0$ \\" in latex
+    assert "Best in bold." in latex
+    assert "second best" not in markdown + latex
+
+
+def test_no_table_explains_marks_that_none_has(make_run):
+    runs = [make_run(), make_run(method="copy")]
+    for text in (markdown_report(runs), latex_report(runs)):
+        assert "best" not in text.lower()
+
+
+def test_marks_of_the_domains_are_explained_though_all_averages_are_equal(make_run):
+    rows = ((99.0, 40.0, 60.0), (95.0, 90.0, 60.0), (92.0, 85.0, 80.0))
+    runs = [make_run(((99.0, 60.0, 40.0), (95.0, 90.0, 40.0), (92.0, 85.0, 80.0))), make_run(rows, method="other")]
+    assert "Best in bold." in markdown_report(runs)
+    assert "**" not in comparison_markdown(runs)
+    assert "bold" not in comparison_markdown(runs)
+
+
 def test_an_unfinished_run_is_never_the_best(make_run):
     runs = [make_run(), make_run(FLAT, method="flat"), make_run(((100.0, 100.0, 100.0),), method="new")]
     row = line_of(comparison_markdown(runs), "| new")
@@ -179,7 +204,7 @@ def test_latex_has_blocks_of_metrics_with_best_and_second_best_marked(make_run):
     text = latex_report(runs)
     assert r"& Domain & ratp & shot & flat\_line \\" in text
     assert r"TDG & photo & $\underline{60.0}$ & $\mathbf{62.0}$ & $50.0$ \\" in text
-    assert r"TDA & scan & $\mathbf{99.0}$ & $\underline{98.0}$ & $\mathbf{99.0}$ \\" in text
+    assert r"TDA & scan & $\mathbf{99.0}$ & $98.0$ & $\mathbf{99.0}$ \\" in text
     assert r"& average & $\underline{89.7}$ & $\mathbf{90.0}$ & $59.7$ \\" in text
     assert text.index("TDG &") < text.index("TDA &") < text.index("FA &")
     assert text.count(r"\midrule") == 3

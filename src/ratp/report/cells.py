@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ratp.report.summary import Group, Measure, Section
@@ -79,6 +79,16 @@ def domain_tables(section: Section) -> list[DomainTable]:
     return tables
 
 
+def places_marked(rows: Iterable[Row]) -> int:
+    """How many places are marked in some rows: 0, 1 or 2."""
+    return max((cell.rank for row in rows for cell in row.cells), default=0)
+
+
+def places_in(section: Section) -> int:
+    """How many places are marked in all tables of a section."""
+    return places_marked([*comparison(section), *(row for table in domain_tables(section) for row in table.rows)])
+
+
 def number(value: float) -> str:
     """A percentage with one decimal, or a dash for NaN."""
     return MISSING if math.isnan(value) else f"{value:.1f}"
@@ -94,14 +104,15 @@ def text(spread: Summary, joint: str | None = " ± ") -> str:
 def places(values: Sequence[float | None]) -> list[int]:
     """1 for the best, 2 for the second best of more than two, 0 for anything else.
 
-    Values are compared as shown: equal ones share a place, and where all are equal none has one.
+    Values are compared as shown: equal ones share a place, several best leave no second, and where all are equal none
+    has a place.
 
     Args:
         values: None where a row does not compete.
     """
     rivals = {str(i): value for i, value in enumerate(values) if value is not None}
     best, second = best_two(rivals)
-    if not second:
+    if len(best) == len(rivals):
         return [0] * len(values)
     return [1 if str(i) in best else 2 if str(i) in second and len(rivals) > 2 else 0 for i in range(len(values))]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ratp.report.cells import MISSING, number
-from ratp.report.latex import escape_latex, latex_table, marked_latex
+from ratp.report.latex import escape_latex, latex_table, mark_note_latex, marked_latex
 from ratp.report.tables import escape_markdown, mark_note, markdown_grid, marked_markdown
 from ratp.statistics import Summary
 
@@ -204,9 +204,8 @@ def _markdown_entry(entry: Entry) -> str:
 
 def _latex_table(table: Table) -> str:
     rows = [[escape_latex(name), *map(_latex_entry, entries)] for name, entries in table.rows]
-    marks = ("", "Best in bold.", "Best in bold, second best underlined.")[table.places]
     single = f"$^{{1}}$ {SINGLE}" if table.has_single else ""
-    words = [escape_latex(f"{table.title}."), *map(escape_latex, table.notes), marks, single]
+    words = [escape_latex(f"{table.title}."), *map(escape_latex, table.notes), mark_note_latex(table.places), single]
     columns = "r" * (len(table.heads) - 1) if table.values else _text_columns(table)
     return latex_table(" ".join(filter(None, words)), f"l{columns}", [*map(escape_latex, table.heads)], [rows])
 

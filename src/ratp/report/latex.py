@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ratp.record import RunRecord
-from ratp.report.cells import Cell, clean, domain_tables, number
+from ratp.report.cells import Cell, clean, domain_tables, number, places_in
 from ratp.report.summary import Group, Section, group_runs, sections
 
 _SPECIAL = {
@@ -69,6 +69,11 @@ def marked_latex(words: str, place: int) -> str:
     return {1: rf"\mathbf{{{words}}}", 2: rf"\underline{{{words}}}"}.get(place, words)
 
 
+def mark_note_latex(places: int) -> str:
+    """What the marks of a table mean that marks so many places."""
+    return ("", "Best in bold.", "Best in bold, second best underlined.")[places]
+
+
 def _table(section: Section) -> str:
     many = len(section.parts) > _ABREAST
     head, blocks = _methods_down(section) if many else _methods_across(section)
@@ -103,11 +108,10 @@ def _line(cells: Sequence[str]) -> str:
 
 def _caption(section: Section) -> str:
     order = r" $\rightarrow$ ".join(map(escape_latex, section.order))
-    spread = f" {section.spread_note}".rstrip().replace("±", r"$\pm$")
-    second = ", second best underlined" if sum(part.competes for part in section.parts) > 2 else ""
-    best = f" Best in bold{second}." if sum(part.competes for part in section.parts) > 1 else ""
-    notes = "".join(f" {escape_latex(note)}" for note in section.notes())
-    return f"{escape_latex(section.stream)} ({order}): accuracy in percent.{spread}{best}{notes}"
+    spread = section.spread_note.replace("±", r"$\pm$")
+    words = [spread, mark_note_latex(places_in(section)), *map(escape_latex, section.notes())]
+    told = "".join(f" {text}" for text in words if text)
+    return f"{escape_latex(section.stream)} ({order}): accuracy in percent.{told}"
 
 
 def _header(part: Group) -> str:

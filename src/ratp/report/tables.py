@@ -23,6 +23,8 @@ from ratp.report.cells import (
     domain_tables,
     number,
     order_text,
+    places_in,
+    places_marked,
     text,
 )
 from ratp.report.summary import Group, Measure, Section, by_domain, group_runs, sections
@@ -52,7 +54,8 @@ def markdown_report(
     blocks += preface
     for section in found:
         blocks.append(f"## {escape_markdown(section.stream)}: {escape_markdown(order_text(section.order))}")
-        blocks += _notes(section) if preface else [_comparison(section)]
+        places = places_in(section)
+        blocks += _notes(section, places) if preface else [_comparison(section, places)]
         blocks += _by_domain(section)
         for part in section.parts:
             blocks.append(f"### Accuracy matrix (%): {escape_markdown(part.name)}, {part.status}")
@@ -67,10 +70,12 @@ def comparison_markdown(runs: Sequence[RunRecord]) -> str:
         RatpError: If there are no runs.
     """
     found = sections(group_runs(runs))
+    tables = [_comparison(section, places_marked(comparison(section))) for section in found]
     if len(found) == 1:
-        return _comparison(found[0]) + "\n"
+        return tables[0] + "\n"
     titled = [
-        f"**{escape_markdown(s.stream)}: {escape_markdown(order_text(s.order))}**\n\n{_comparison(s)}" for s in found
+        f"**{escape_markdown(section.stream)}: {escape_markdown(order_text(section.order))}**\n\n{table}"
+        for section, table in zip(found, tables, strict=True)
     ]
     return "\n\n".join(titled) + "\n"
 
@@ -104,20 +109,19 @@ def _csv_lines(run: RunRecord) -> Iterable[tuple[object, ...]]:
             yield measure, "", "average", math.fsum(values.values()) / len(values)
 
 
-def _comparison(section: Section) -> str:
+def _comparison(section: Section, places: int) -> str:
     head = ["Method", "Seeds", *(f"{measure} (%)" for measure in section.measures)]
     rows: list[list[str]] = []
     for row in comparison(section):
         seeds = str(len(row.part.counted)) if row.part.finished else row.part.status
         rows.append([escape_markdown(row.part.name), seeds, *_values(row.cells)])
-    return "\n\n".join([markdown_grid(head, rows), *_notes(section)])
+    return "\n\n".join([markdown_grid(head, rows), *_notes(section, places)])
 
 
-def _notes(section: Section) -> list[str]:
-    """What to know about the tables of a section: one list, or none."""
-    marks = mark_note(max(cell.rank for row in comparison(section) for cell in row.cells))
+def _notes(section: Section, places: int) -> list[str]:
+    """What to know about the tables of a section that mark so many places: one list, or none."""
     spread = [section.spread_note] if section.spread_note else []
-    lines = [*spread, *marks, *map(escape_markdown, section.notes())]
+    lines = [*spread, *mark_note(places), *map(escape_markdown, section.notes())]
     return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
