@@ -493,6 +493,9 @@ class TestTerminal:
         assert line == ["ratp", "56.0*", "1.0", "86.0*", "1.5", "76.0*", "1.0"]
         line = next(line for line in over.splitlines() if line.startswith("tent")).split()
         assert line == ["tent", *["–"] * 6]
+        assert "±" not in over
+        assert "Means only: no room for deviations over orders." in over
+        assert "Mean ± sample standard deviation over orders." in printed(study(*TWO_ORDERS), 120)
         assert "11 of 16 runs are finished." in text
         assert "shot, demo: 1 order × 1 seed (c>b>a; seed 2); failed: out of memory" in " ".join(text.split())
 

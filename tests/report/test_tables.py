@@ -60,6 +60,40 @@ def test_terminal_compares_methods_and_marks_the_best(make_run):
     assert "single seed" not in printed([make_run(seed=0), make_run(SECOND, seed=1)])
 
 
+def several_and_single_seeds(make_run):
+    """Two methods with two seeds and one with a single one, on more domains than 80 columns have room for."""
+    order = tuple(f"domain{i}" for i in range(8))
+
+    def rows(best):
+        return tuple(tuple(best - abs(s - d) for d in range(8)) for s in range(8))
+
+    runs = [make_run(rows(90.0 + s - m), order, method=f"method{m}", seed=s) for m in range(2) for s in range(2)]
+    return [*runs, make_run(rows(95.0), order, method="single")]
+
+
+def test_where_deviations_have_no_room_the_terminal_says_so_and_marks_single_seeds(make_run):
+    runs = several_and_single_seeds(make_run)
+    text = printed(runs)
+    domains = text[text.index("TDA, right after") :]
+    assert domains.splitlines()[0].endswith("means only")
+    assert line_of(domains, "method0").split()[1:3] == ["90.5", "90.5"]
+    assert line_of(domains, "single").split()[1:3] == ["95.0¹*", "95.0¹*"]
+    notes = text[text.index("Mean ±") :].splitlines()
+    assert notes[:2] == [
+        "Mean ± sample standard deviation over seeds. Without ±: from a single seed.",
+        "Means only: no room for deviations over seeds. With ¹: from a single seed.",
+    ]
+    assert "¹" not in printed(runs, 200)
+    assert "Means only" not in printed(runs, 200)
+
+
+def test_where_no_table_has_room_for_deviations_none_is_explained(make_run):
+    text = printed(several_and_single_seeds(make_run), 30)
+    assert "±" not in text
+    assert "Means only: no room for deviations over seeds. With ¹: from a single seed." in " ".join(text.split())
+    assert "¹" not in printed(several_and_single_seeds(make_run)[:-1], 30)
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal(make_run, hostile, width):
     order = tuple(f"a-long-domain-{i}" for i in range(7))
@@ -148,7 +182,7 @@ def test_two_best_leave_no_second_place(make_run):
 
 def test_no_table_explains_marks_that_none_has(make_run):
     runs = [make_run(), make_run(method="copy")]
-    for text in (markdown_report(runs), latex_report(runs)):
+    for text in (printed(runs), markdown_report(runs), latex_report(runs)):
         assert "best" not in text.lower()
 
 

@@ -55,7 +55,7 @@ def print_study(study: StudyRecord, console: Console) -> None:
     for section in found:
         print_comparison(section, console)
     for orders in several_orders(study):
-        _print_orders(orders, printer)
+        _print_orders(orders, console)
     explain(found, console)
     console.print()
     printer.say(progress(study), "bold")
@@ -124,7 +124,8 @@ def _picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
     return Picture(name, title, caption, {"png": encode(figure, "png"), "svg": encode(figure, "svg")})
 
 
-def _print_orders(orders: Orders, printer: Printer) -> None:
+def _print_orders(orders: Orders, console: Console) -> None:
+    printer = Printer(console)
     columns = []
     for metric in METRICS:
         means = [orders.mean(label, metric) for label in orders.lines]
@@ -142,11 +143,10 @@ def _print_orders(orders: Orders, printer: Printer) -> None:
         return found
 
     printer.say(f"{orders.stream}: {len(orders.orders)} orders", "bold underline")
-    printer.console.print()
+    console.print()
     heads = [head for metric in METRICS for head in (metric, "rank")]
     printer.grid("Over the orders (%), with mean ranks", "Method", heads, lines)
-    printer.say(
-        "± sample standard deviation over the orders. A dash: an order is missing; who was told labels has no rank.",
-        "dim",
-    )
-    printer.console.print()
+    notes = printer.mark_notes("Mean ± sample standard deviation over orders.", "orders")
+    for note in (*notes, "A dash: an order lacks it; who was told labels has no rank."):
+        printer.say(note, "dim")
+    console.print()

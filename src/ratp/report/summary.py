@@ -159,11 +159,16 @@ class Section:
         return any(len(part.counted) > 1 for part in self.parts)
 
     @property
+    def unlike_seeds(self) -> bool:
+        """Whether some of its numbers are from a single seed, and others not."""
+        return self.several_seeds and any(len(part.counted) == 1 for part in self.parts)
+
+    @property
     def spread_note(self) -> str:
         """What ± means in its tables, and what a number without it is; empty where no mean is over several seeds."""
         if not self.several_seeds:
             return ""
-        single = " Without ±: from a single seed." if any(len(part.counted) == 1 for part in self.parts) else ""
+        single = " Without ±: from a single seed." if self.unlike_seeds else ""
         return f"Mean ± sample standard deviation over seeds.{single}"
 
     def columns(self, measure: Measure) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from ratp.statistics import Summary
 
 _STYLE: dict[Measure, str] = {"TDG": "cyan", "TDA": "bold", "FA": "magenta", "Unfamiliar": ""}
 _JOINTS = (" ± ", "±", None)
-_ASCII = str.maketrans({"±": "+-", "×": "x", MISSING: "-"})
+_BEST, _SINGLE = "*", "¹"
+_ASCII = str.maketrans({"±": "+-", "×": "x", MISSING: "-", _SINGLE: "^1"})
 _GAP = 2
 _WIDEST_HEAD = 14
 
@@ -63,17 +64,26 @@ def explain(found: Sequence[Section], console: Console) -> None:
 
 
 class Printer:
-    """Prints tables that fit the width of a console."""
+    """Prints tables that fit the width of a console.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: Where to print.
+        marks_single: Whether to mark numbers from a single seed where there is no room for deviations.
+    """
+
+    def __init__(self, console: Console, *, marks_single: bool = False) -> None:
         self.console = console
+        self._marks_single = marks_single
+        self._printed: set[str] = set()
+        self._shortened = False
 
     def value(self, cell: Cell, joint: str | None) -> Text:
         """A number of a table, the best marked."""
-        if not cell.spread.n:
-            return Text(self.show(f"{MISSING} "), style="dim")
-        words = self.show(text(cell.spread, joint))
-        return Text(f"{words}*", style="bold") if cell.rank == 1 else Text(f"{words} ")
+        possible = f"{_SINGLE}{_BEST}" if self._marks_single and joint is None else _BEST
+        stands = {_SINGLE: cell.spread.is_single, _BEST: cell.rank == 1}
+        marks = self.show("".join(mark for mark in possible if stands[mark])).ljust(len(self.show(possible)))
+        style = "dim" if not cell.spread.n else "bold" if cell.rank == 1 else ""
+        return Text(f"{self.show(text(cell.spread, joint))}{marks}", style=style)
 
     def grid(self, title: str, corner: str, heads: Sequence[str], lines: Callable[[str | None], list[Line]]) -> None:
         """Prints a table: with standard deviations if they fit, split by columns if it must be."""
@@ -86,7 +96,9 @@ class Printer:
             widths = [_width(head, [cells[i] for cells in rows]) for i, head in enumerate(heads)]
             if first + sum(widths) <= width:
                 break
-        shortened = joint is None and rows != [cells for _, cells in lines(_JOINTS[0])]
+        shortened = joint is None and lines(_JOINTS[0]) != lines(_JOINTS[1])
+        self._shortened |= shortened
+        self._printed.update(cell.plain for cells in rows for cell in cells)
         self.say(f"{title}, means only" if shortened else title, "bold")
         for chunk in _chunks(widths, width - first):
             table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -97,6 +109,23 @@ class Printer:
                 table.add_row(Text(name), *(cells[i] for i in chunk))
             self.console.print(table)
             self.console.print()
+
+    def mark_notes(self, spread: str, over: str) -> list[str]:
+        """What the marks mean that stand in the tables so far.
+
+        Args:
+            spread: What to say of numbers with ±.
+            over: What the deviations are over.
+        """
+        means = [f"Means only: no room for deviations over {over}."] if self._shortened else []
+        means += [f"With {_SINGLE}: from a single seed."] if self._stands(_SINGLE) else []
+        notes = [spread if self._stands("±") else "", " ".join(means)]
+        notes.append(f"{_BEST} marks the best of a column." if self._stands(_BEST) else "")
+        return [note for note in notes if note]
+
+    def _stands(self, mark: str) -> bool:
+        """Whether a mark stands in a table so far."""
+        return any(self.show(mark) in words for words in self._printed)
 
     def say(self, words: str, style: str) -> None:
         """A line or a paragraph."""
@@ -113,7 +142,7 @@ class _SectionPrinter(Printer):
     """Prints one section."""
 
     def __init__(self, console: Console, section: Section) -> None:
-        super().__init__(console)
+        super().__init__(console, marks_single=section.unlike_seeds)
         self.content = section
 
     def section(self) -> None:
@@ -181,10 +210,7 @@ class _SectionPrinter(Printer):
         self.console.print()
 
     def notes(self) -> None:
-        notes = [self.content.spread_note] if self.content.spread_note else []
-        if sum(part.competes for part in self.content.parts) > 1:
-            notes.append("* marks the best of a column.")
-        notes += self.content.notes()
+        notes = [*self.mark_notes(self.content.spread_note, "seeds"), *self.content.notes()]
         for note in notes:
             self.say(note, "dim")
         if notes:
