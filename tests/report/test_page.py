@@ -15,8 +15,9 @@ from rich.console import Console
 
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.record import read_run
-from ratp.report.page import write_report
+from ratp.report.page import page_html, write_report
 from ratp.report.settings import flatten
+from ratp.report.summary import group_runs, sections
 
 GOLDEN = ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0))
 SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))
@@ -102,6 +103,46 @@ def test_page_shows_the_numbers_and_says_what_was_left_out(page):
     assert "10.0 s" in page.text
     for words in ("Target domain generalisation", "Target domain adaptation", "Forgetting alleviation"):
         assert words in page.text
+
+
+def html_of(runs):
+    """The page of one section, without its pictures."""
+    return page_html(sections(group_runs(runs)), [{"matrix": "", "curves": ""}])
+
+
+def card(runs):
+    """The words of the card of TDA."""
+    (found,) = re.findall(r'<div class="tile">\n<h3><span>TDA</span>.*?</div>', html_of(runs), re.DOTALL)
+    return Page(found).text
+
+
+@pytest.mark.parametrize(
+    ("equal", "worse", "told"),
+    [
+        (1, 1, "89.7 best: method0 "),
+        (2, 0, "89.7 shared by method0, method1 "),
+        (2, 1, "89.7 shared by method0, method1 "),
+        (4, 1, "89.7 shared by 4 methods "),
+        (4, 0, "89.7 shared by all 4 methods "),
+    ],
+)
+def test_the_cards_name_the_best_number_and_who_has_it(make_run, equal, worse, told):
+    runs = [make_run(method=f"method{i}") for i in range(equal)]
+    runs += [make_run(((99.0, 50.0, 30.0),) * 3, method=f"worse{i}") for i in range(worse)]
+    assert told in card(runs)
+
+
+def test_a_card_marks_a_best_number_from_a_single_seed_where_others_have_more(make_run):
+    several = [make_run(seed=0), make_run(SECOND, seed=1)]
+    top = make_run(((99.9, 99.9, 99.9),) * 3, method="once")
+    assert "99.9 1 best: once 1 from a single seed." in card([*several, top])
+    assert "single" not in card([several[0], top])
+    assert "89.8 ± 0.2 ratp " in card([*several, make_run(GOLDEN[:1], method="new")])
+
+
+def test_the_table_by_domain_explains_its_marks(page, make_run):
+    assert "each domain? Mean ± sample standard deviation over seeds. Without ±: from a single seed. Best" in page.text
+    assert "Best in bold" not in html_of([make_run(), make_run(method="copy")])
 
 
 def test_page_shows_every_setting_of_every_run(page, full):

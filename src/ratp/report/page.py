@@ -30,6 +30,8 @@ from ratp.report.cells import (
     duration,
     number,
     order_text,
+    places_in,
+    places_marked,
     text,
 )
 from ratp.report.chapters import SINGLE, Preface, preface_csv, preface_latex, preface_markdown
@@ -41,20 +43,33 @@ from ratp.report.settings import differing, flatten
 from ratp.report.style import encode
 from ratp.report.summary import Group, Measure, Section, group_runs, sections
 from ratp.report.tables import csv_report, markdown_report
-from ratp.statistics import NOTHING, Summary
+from ratp.statistics import NOTHING, Summary, best_two
 
 Kind = Literal["png", "svg"]
+_MOST_NAMED = 3  # methods that share a best number
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A measure in plain words and who does best at it."""
+    """A measure in plain words and who does best at it.
+
+    Attributes:
+        measure: The measure.
+        title: What it is, in short.
+        meaning: What it is.
+        best: The best number; NOTHING: there is none.
+        who: Who has it.
+        is_shared: Whether several have it.
+        is_single: Whether all who have it have a single seed, and others more.
+    """
 
     measure: Measure
     title: str
     meaning: str
     best: Summary
-    names: tuple[str, ...]
+    who: str
+    is_shared: bool
+    is_single: bool
 
 
 @dataclass(frozen=True)
@@ -216,9 +231,10 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "several_seeds": section.several_seeds,
         "spread_note": section.spread_note,
         "notes": section.notes(),
-        "tiles": [_tile(measure, i, rows) for i, measure in enumerate(section.measures)],
+        "tiles": [_tile(section, measure, i, rows) for i, measure in enumerate(section.measures)],
         "comparison": rows,
-        "marks": max(cell.rank for row in rows for cell in row.cells),
+        "places": places_marked(rows),
+        "places_by_domain": places_in(section),
         "blocks": [(table.measure, table.across(section.order)) for table in domain_tables(section)],
         "images": images,
         "sampled": sampled,
@@ -231,10 +247,24 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _tile(measure: Measure, column: int, rows: Sequence[Row]) -> Tile:
-    marked = [row for row in rows if row.cells[column].rank == 1] or (list(rows) if len(rows) == 1 else [])
-    best = marked[0].cells[column].spread if marked else NOTHING
-    return Tile(measure, *MEANING[measure], best, tuple(row.part.name for row in marked))
+def _tile(section: Section, measure: Measure, column: int, rows: Sequence[Row]) -> Tile:
+    rivals = [row for row in rows if row.part.competes] or (list(rows) if len(rows) == 1 else [])
+    found = {row.part.name: row.cells[column].spread for row in rivals if row.cells[column].spread.n}
+    if not found:
+        return Tile(measure, *MEANING[measure], NOTHING, "", False, False)
+    names = sorted(best_two({name: spread.mean for name, spread in found.items()})[0], key=list(found).index)
+    best = [found[name] for name in names]
+    is_single = section.unlike_seeds and all(spread.is_single for spread in best)
+    return Tile(measure, *MEANING[measure], best[0], _holders(names, len(found)), len(names) > 1, is_single)
+
+
+def _holders(names: Sequence[str], rivals: int) -> str:
+    """Who has the best number, among so many."""
+    if rivals == 1:
+        return clean(names[0])
+    if len(names) > _MOST_NAMED:
+        return f"shared by {'all ' if len(names) == rivals else ''}{len(names)} methods"
+    return f"{'shared by' if len(names) > 1 else 'best:'} {', '.join(map(clean, names))}"
 
 
 def _settings(section: Section, tables: Sequence[dict[str, str]]) -> SettingsTable:
