@@ -483,6 +483,14 @@ class TestTerminal:
     def test_no_line_is_wider_than_the_terminal(self, width):
         assert max(map(len, printed(study(*TWO_ORDERS), width).splitlines())) <= width
 
+    def test_domains_without_labels_are_named_in_every_report(self, tmp_path):
+        known = replace(record((0, 0, 0), ("a", "b")), matrix=Matrix(("a", "b"), ((80, math.nan), (70, math.nan))))
+        found = study(*(replace(asked(label, (0, 0, 0), ("a", "b")), record=known) for label in ("ratp", "shot")))
+        note = "No labels, so no accuracy: b. Averages are over the others."
+        page = write_study(found, tmp_path)
+        assert note in printed(found)
+        assert all(note in (tmp_path / name).read_text() for name in ("report.md", "report.tex", page.name))
+
     def test_it_prints_a_comparison_an_order_then_the_means_over_orders(self):
         text = printed(study(*TWO_ORDERS))
         assert text.count("Comparison, averages over domains (%)") == 2

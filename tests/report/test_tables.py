@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from ratp.matrix import Matrix
 from ratp.report.cells import duration
 from ratp.report.latex import latex_report
 from ratp.report.tables import comparison_markdown, csv_report, markdown_report
@@ -135,6 +138,16 @@ def test_runs_barely_begun_are_shown_with_dashes(make_run, rows):
     assert f"{rows} of 3 stages" in markdown_report([run])
     assert "--" in latex_report([run])
     assert len(csv_report([run]).splitlines()) == (1 if rows == 0 else 1 + 3 + 3 + 2)
+
+
+def test_domains_without_labels_are_named(make_run):
+    """Their cells are dashes, and averages are over the others."""
+    known = ((99.0, math.nan, 40.0), (95.0, math.nan, 50.0), (92.0, math.nan, 80.0))
+    note = "No labels, so no accuracy: photo. Averages are over the others."
+    runs = [replace(make_run(method=m), matrix=Matrix(("scan", "photo", "font"), known)) for m in ("ratp", "tent")]
+    for text in (printed(runs), markdown_report(runs), comparison_markdown(runs), latex_report(runs)):
+        assert text.count(note) == 1
+    assert "No labels" not in printed([make_run(), make_run(GOLDEN[:1], seed=1)])
 
 
 def test_different_orders_never_share_a_table(make_run):

@@ -59,7 +59,7 @@ def interval_table(section: Section) -> Table:
         f"{section.stream}: {order_text(section.order)}, averages over domains (%)",
         ("Label", "Seeds", *section.measures),
         _rows([group.label for group in section.groups], section.groups, section.measures),
-        (INTERVAL,) if section.several_seeds else (),
+        (*([INTERVAL] if section.several_seeds else []), *section.label_notes),
         section.stream,
         ">".join(section.order),
     )

@@ -171,6 +171,14 @@ class Section:
         single = " Without ±: from a single seed." if self.unlike_seeds else ""
         return f"Mean ± sample standard deviation over seeds.{single}"
 
+    @property
+    def label_notes(self) -> list[str]:
+        """Which domains have no labels in any run, and thus no numbers: a sentence, or none."""
+        rows = [run.matrix.accuracy[-1] for run in self.runs if run.matrix.stages]
+        measured = zip(self.order, zip(*rows, strict=True), strict=True) if rows else ()
+        names = [domain for domain, values in measured if all(map(math.isnan, values))]
+        return [f"No labels, so no accuracy: {', '.join(names)}. Averages are over the others."] if names else []
+
     def columns(self, measure: Measure) -> tuple[str, ...]:
         """The domains a measure is defined on."""
         if measure in ("TDG", "Unfamiliar"):
@@ -178,8 +186,8 @@ class Section:
         return self.order[:-1] if measure == "FA" else self.order
 
     def notes(self) -> list[str]:
-        """What a reader must know before believing a mean: unfinished, repeated or unlike runs."""
-        notes = []
+        """What a reader must know before believing a mean: no labels; unfinished, repeated or unlike runs."""
+        notes = self.label_notes
         waiting = [part for part in self.parts if not part.finished]
         if waiting:
             listed = "; ".join(f"{part.name} ({part.status})" for part in waiting)
