@@ -16,6 +16,18 @@ from ratp.errors import RunDirectoryError
 LOCK_FILE = ".lock"
 
 
+class InUseError(RunDirectoryError):
+    """Another process has a directory.
+
+    Attributes:
+        process: Which one, in words.
+    """
+
+    def __init__(self, message: str, process: str) -> None:
+        super().__init__(message)
+        self.process = process
+
+
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Holds ``folder`` for this process while the block runs.
@@ -24,7 +36,8 @@ def exclusive(folder: Path) -> Iterator[None]:
     is ever left behind.
 
     Raises:
-        RunDirectoryError: If another process holds the folder, or it cannot be written.
+        InUseError: If another process holds the folder.
+        RunDirectoryError: If it cannot be written.
     """
     path = folder / LOCK_FILE
     try:
@@ -37,9 +50,9 @@ def exclusive(folder: Path) -> Iterator[None]:
         try:
             _take(handle)
         except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"{folder} is in use by {_holder(path)}. Wait for it to end, or choose another folder with --out."
-            ) from error
+            process, details = _holder(path)
+            told = f"{folder} is in use by {process}{details}. Wait for it to end, or choose another folder with --out."
+            raise InUseError(told, process) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot lock {path}: {error.strerror}. Choose a folder on another file system with --out."
@@ -91,9 +104,10 @@ def _take(handle: int) -> None:
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _holder(path: Path) -> str:
+def _holder(path: Path) -> tuple[str, str]:
+    """Which process holds a lock, and what else is known of it."""
     try:
         data = json.loads(path.read_bytes())
-        return f"process {data['pid']} on {data['host']} since {data['since']}"
+        return f"process {data['pid']}", f" on {data['host']} since {data['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"
+        return "another process", ""

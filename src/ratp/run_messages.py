@@ -18,6 +18,7 @@ import torch
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.events import Event, Probed, StageFinished, StageStarted, Trained, Waiting
+from ratp.lock import InUseError
 from ratp.methods.own import own_traceback
 from ratp.phase import Tick
 from ratp.plan import RunPlan, resolve
@@ -125,6 +126,8 @@ def told(error: Exception) -> dict[str, Any]:
         return {"other": True}
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "problems": error.problems}
+    if isinstance(error, InUseError):
+        return {"kind": "InUseError", "message": str(error), "process": error.process}
     if isinstance(error, RatpError):
         return {"kind": type(error).__name__, "message": str(error)}
     return {"kind": "RatpError", "message": unexpected(error)}
@@ -136,6 +139,8 @@ def fail(answer: Mapping[str, Any]) -> NoReturn:
         raise OtherPlanError
     if "problems" in answer:
         raise ConfigError(answer["problems"])
+    if "process" in answer:
+        raise InUseError(answer["message"], answer["process"])
     raise _ERRORS.get(answer["kind"], RatpError)(answer["message"])
 
 

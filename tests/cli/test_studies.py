@@ -21,12 +21,14 @@ from helpers import files_of, journal_of, ratp
 from own_images import images, put
 from ratp.cli.study_progress import _Watcher, follow_study
 from ratp.events import StageFinished, StageStarted, Trained
+from ratp.lock import exclusive
 from ratp.matrix import Matrix
 from ratp.notes import Note
 from ratp.phase import Tick
-from ratp.record import read_run
+from ratp.record import RunRecord, read_run
 from ratp.request import RunRequest
 from ratp.run import Run
+from ratp.side_by_side import run_all
 from ratp.stream import DataOptions
 from ratp.study_file import read_study
 from tiny_study import grid, study_file, traces
@@ -496,6 +498,36 @@ def test_progress_of_a_run_that_begins_a_stage_again():
         assert watcher.done == pytest.approx(1 + (begun + made) / 12)
     watcher.see(run, StageFinished(1, "photo", {}, {}, 1.0, None))
     assert watcher.done == 2
+
+
+def test_a_domain_without_labels_has_a_dash():
+    """As in the tables."""
+    study = read_study(study_file(Path(), grid('methods = ["source-only"]')), Path("out"), RunRequest(device="cpu"))
+    (entry,) = study.entries
+    order, nan = entry.plan.order, float("nan")
+    matrix = Matrix(order, ((90.0, *[nan] * (len(order) - 1)),) * len(order))
+    line = _Watcher([entry]).ended(entry, RunRecord(Path("nowhere"), {}, {}, matrix, ()))
+    assert line.startswith("source-only, seed 2022: TDG –  TDA 90.0  FA 90.0  (")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_run_that_another_process_began_meanwhile_is_left_to_it(is_terminal):
+    path = study_file(Path(), grid('methods = ["source-only"]', "seeds = [1, 2]"))
+    study = read_study(path, Path("out"), RunRequest(device="cpu"))
+    study.claim()
+
+    def taken(runs, **options):
+        runs[0].folder.mkdir()
+        with exclusive(runs[0].folder):
+            return run_all(runs, **options)
+
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=80, highlight=False, legacy_windows=False)
+    follow_study(study, console, quiet=False, at_once=1, on=taken)
+    said = [ESCAPE.sub("", line).strip() for line in file.getvalue().splitlines()]
+    (line,) = [line for line in said if "seed 1" in line]
+    assert line == f"{'– ' if is_terminal else ''}source-only, seed 1: left to process {os.getpid()}"
+    assert [study.state(entry) for entry in study.entries] == ["waiting", "finished"]
 
 
 class TestTerminal:

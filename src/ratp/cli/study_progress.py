@@ -15,8 +15,9 @@ from ratp.cli.progress import interruptible
 from ratp.errors import RatpError, brief
 from ratp.events import Event, StageFinished, StageStarted, Trained
 from ratp.files import read_json
+from ratp.lock import InUseError
 from ratp.matrix import METRICS
-from ratp.report.cells import duration
+from ratp.report.cells import MISSING, duration, number
 from ratp.run import Run
 from ratp.side_by_side import Result, run_all
 from ratp.study import Entry, Executor, Study, run_study
@@ -80,10 +81,16 @@ def follow_study(
                 stop.check()
 
             def end(entry: Entry, result: Result) -> None:
-                mark = "[red]✗[/]" if isinstance(result, RatpError) else "[green]✓[/]"
-                console.print(f"{mark} {escape(watcher.ended(entry, result))}", soft_wrap=True)
+                console.print(f"{_mark(result)} {escape(watcher.ended(entry, result))}", soft_wrap=True)
 
             make(on_event=show, on_end=end)
+
+
+def _mark(result: Result) -> str:
+    """What stands before the line of a run that ended: done, failed, or another process's."""
+    if isinstance(result, InUseError):
+        return f"[dim]{MISSING}[/]"
+    return "[red]✗[/]" if isinstance(result, RatpError) else "[green]✓[/]"
 
 
 class _Images:
@@ -177,10 +184,12 @@ class _Watcher:
         self.done_runs += 1
         stages = self._stages.setdefault(entry.name, _Stages())
         stages.missed = len(entry.plan.order) - stages.made  # where it failed, none of the rest is to come
+        if isinstance(result, InUseError):
+            return f"{title}: left to {result.process}"
         if isinstance(result, RatpError):
             reason = brief(result)
             told = "failed as others did" if reason in self._reasons else reason
             self._reasons.add(reason)
             return f"{title}: {told}"
-        numbers = "  ".join(f"{metric} {result.matrix.average(metric):.1f}" for metric in METRICS)
+        numbers = "  ".join(f"{metric} {number(result.matrix.average(metric))}" for metric in METRICS)
         return f"{title}: {numbers}  ({duration(result.seconds)})"
