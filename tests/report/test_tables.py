@@ -121,6 +121,10 @@ def test_terminal_of_a_small_encoding_gets_plain_marks(make_run):
     )
     file.flush()
     assert b"[99.0]" in file.buffer.getvalue()
+    print_report(several_and_single_seeds(make_run), Console(file=file, width=80))
+    file.flush()
+    assert b" 95.0^1* " in file.buffer.getvalue()
+    assert b"With ^1: from a single seed." in file.buffer.getvalue()
 
 
 def test_terminal_marks_unfinished_runs(make_run):
