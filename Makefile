@@ -6,7 +6,7 @@ READY := .venv/.ready
 .PHONY: help install demo test lint bench results docs clean
 
 help:
-	@echo "make demo     RaTP and source-only on the embedded stream, with a report (about 2 minutes)"
+	@echo "make demo     RaTP and source-only on the embedded stream, with a report (2 to 3 minutes)"
 	@echo "make test     the tests"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
 	@echo "make bench    time and memory of the demo, import time; the plain reference against the fast path"

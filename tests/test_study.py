@@ -113,7 +113,7 @@ class TestFiles:
         )
         sizes = [entry.plan.config.randmix.kernel_sizes for entry in study.entries]
         assert sizes == [(5, 9, 13, 17), (3, 5), (7,)]
-        assert [row.label for row in study.entries[1].rows] == ["ratp, randmix.kernel_sizes 3,5", "ratp"]
+        assert [row.label for row in study.entries[1].rows] == ["ratp, randmix.kernel_sizes 3,5", "ratp, grid 2"]
 
     def test_all_methods(self):
         from ratp.methods import METHODS
@@ -625,20 +625,44 @@ class TestStates:
 
 
 class TestClaim:
-    def test_a_folder_is_claimed_once(self, study):
+    def test_a_folder_that_is_claimed_stays_as_it_is(self, study):
+        study.claim()
         before = traces(study.folder)
-        for title in (study.title, "Another title"):
-            replace(study, title=title).claim()
+        study.claim()
         assert traces(study.folder) == before
+        replace(study, title="Another title").claim()
+        after = traces(study.folder)
+        assert '"Another title"' in after.pop("study.json")[-1].decode()
+        assert before.keys() - after.keys() == {"study.json"} and after.items() <= before.items()
+
+    def test_another_file_of_that_name_is_another_study(self, study, tmp_path):
+        study.claim()
+        (tmp_path / "elsewhere").mkdir()
+        other = read_study(study_file(tmp_path / "elsewhere", TWO), study.folder, NO_WEIGHTS)
+        assert other.name == study.name
+        before = traces(study.folder)
+        with pytest.raises(RunDirectoryError, match=r"another study of that name, .*tiny.toml.*--out"):
+            other.claim()
+        with pytest.raises(RunDirectoryError, match="another study"):
+            other.check_folder()
+        assert traces(study.folder) == before
+
+    def test_file_and_folder_can_be_copied_or_moved(self, tmp_path):
+        (tmp_path / "first").mkdir()
+        read_study(study_file(tmp_path / "first", TWO), tmp_path / "first" / "runs", NO_WEIGHTS).claim()
+        shutil.copytree(tmp_path / "first", tmp_path / "copy")
+        read_study(tmp_path / "copy" / "tiny.toml", tmp_path / "copy" / "runs", NO_WEIGHTS).claim()
+        (tmp_path / "copy" / "tiny.toml").rename(tmp_path / "tiny.toml")
+        moved = read_study(tmp_path / "tiny.toml", tmp_path / "copy" / "runs", NO_WEIGHTS)
+        moved.claim()
+        assert json.loads((moved.folder / "study.json").read_text())["file"] == "../../tiny.toml"
 
     def test_a_new_one_is_made(self, made, tmp_path):
         study = read_study(made.study.path, tmp_path / "a" / "b", NO_WEIGHTS)
         study.claim()
-        assert json.loads((tmp_path / "a" / "b" / "study.json").read_text()) == {
-            "schema": 1,
-            "study": "tiny",
-            "title": "Tiny runs",
-        }
+        about = json.loads((tmp_path / "a" / "b" / "study.json").read_text())
+        assert (study.folder / about.pop("file")).samefile(study.path)
+        assert about == {"schema": 1, "study": "tiny", "title": "Tiny runs"}
 
     def test_another_study_s_folder(self, study, tmp_path):
         other = read_study(study_file(tmp_path, TWO, name="other.toml"), study.folder, NO_WEIGHTS)

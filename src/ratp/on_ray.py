@@ -132,7 +132,7 @@ def _joined(place: str) -> Iterator[None]:
             with _own_handler():
                 ray.init(place, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
         except (OSError, RuntimeError, ValueError) as error:
-            raise RatpError(f"cannot join a Ray cluster: {_line(error)}{_hint(place, error)}") from error
+            raise RatpError(f"cannot join a Ray cluster: {_line(error).rstrip('.')}.{_hint(place, error)}") from error
         try:
             yield
         finally:
@@ -159,7 +159,7 @@ def _found(place: str) -> str:
     if known is None:
         return "local"
     if _answers(known):
-        return place or str(known)
+        return place or "auto"  # by its address Ray would want a token that it has
     if place:
         raise RatpError(f"no Ray cluster answers at {known if place in _WORDS else place}. {_START}")
     warnings.warn(

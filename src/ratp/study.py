@@ -8,6 +8,7 @@ directory, every time.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,10 +30,10 @@ from ratp.on_ray import check_ray, run_all_on_ray
 from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.record import DECIDED, RunRecord, read_run
 from ratp.run import Run
-from ratp.run_folder import files_in, holds_others, with_advice
+from ratp.run_folder import files_in, holds_others, unlike_images, with_advice
 from ratp.schema import CONFIG, FAILURE, STUDY, NewerFileError
 from ratp.side_by_side import Listener, Result, run_all
-from ratp.study_record import AskedRun, Row, StudyRecord, told_apart
+from ratp.study_record import AskedRun, Row, StudyRecord
 
 ABOUT, FAILURES, REPORT = "study.json", "failures", "report"
 # Of its runs as any others, by `ratp report`.
@@ -64,6 +65,12 @@ class Entry:
     def name(self) -> str:
         """Name of its directory."""
         return self.folder.name
+
+    @property
+    def settings(self) -> str:
+        """Its method and all values, but for order and seed, as text to compare."""
+        values = {name: value for name, value in self.plan.decisions().items() if name not in ("order", "seed")}
+        return json.dumps(values, sort_keys=True)
 
     @property
     def title(self) -> str:
@@ -120,7 +127,7 @@ class Study:
         return str(self.obstacle(entry) or _find_record(entry)[1])
 
     def obstacle(self, entry: Entry) -> RunDirectoryError | None:
-        """Why a run can neither begin nor go on in its directory, if that has no readable config; with what to do."""
+        """Why a run cannot begin or go on in its directory, if that or its config cannot be read; and what to do."""
         path = entry.folder / "config.json"
         way_out = f"Move {entry.folder} away or remove it, and `ratp study run` makes this run anew."
         try:
@@ -130,7 +137,11 @@ class Study:
             if path.name not in present:
                 return RunDirectoryError(f"{holds_others(entry.folder, present)} and no {path.name}. {way_out}")
             CONFIG.read(read_json(path), path)
-        except (NewerFileError, UnreadableFileError, OSError):  # which the run itself tells
+        except OSError as error:
+            return RunDirectoryError(
+                f"cannot read {entry.folder}: {error.strerror}. Make it readable, or move it away."
+            )
+        except (NewerFileError, UnreadableFileError):  # which the run itself tells
             return None
         except RunDirectoryError as error:
             return with_advice(error, way_out)
@@ -157,10 +168,9 @@ class Study:
             record = replace(known, differing=plan.changed) if known else None  # as `changed.by_now` would find it
             state: State = "finished" if record else self._unfinished(entry)
             reason = "" if record else self.reason(entry, state)
-            values = {name: value for name, value in plan.decisions().items() if name not in ("order", "seed")}
-            settings = json.dumps(values, sort_keys=True)
-            asked.append(AskedRun(entry.rows, plan.spec.name, plan.order, plan.seed, state, reason, record, settings))
-        return StudyRecord(self.title, told_apart(asked), self._usual(), self.titles)
+            about = plan.spec.name, plan.order, plan.seed
+            asked.append(AskedRun(entry.rows, *about, state, reason, record, entry.settings))
+        return StudyRecord(self.title, tuple(asked), self._usual(), self.titles)
 
     def _usual(self) -> dict[tuple[int, str], Any]:
         """The value of every swept switch in the grid's plain run."""
@@ -179,6 +189,7 @@ class Study:
             RunDirectoryError: If it is another's, or cannot be written.
         """
         if self.check_folder():
+            self._mark()
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +201,7 @@ class Study:
                 raise RunDirectoryError(f"{told}. Choose an empty or new folder with --out.")
         except OSError as error:
             raise self._unusable(error) from error
-        write_json(self.folder / ABOUT, STUDY.marked({"study": self.name, "title": self.title}))
+        self._mark()
 
     def check_folder(self) -> bool:
         """Whether the folder is marked as this study's.
@@ -207,16 +218,30 @@ class Study:
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            other = STUDY.read(read_json(about), about).get("study")
+            there = STUDY.read(read_json(about), about)
         except NewerFileError:
             raise
         except RunDirectoryError as error:
             raise with_advice(error, "Remove that file: the runs of this study are found without it.") from error
-        if other != self.name:
-            raise RunDirectoryError(
-                f"{self.folder} belongs to the study {other!r}, not to {self.name!r}. Choose another with --out."
-            )
+        if there.get("study") != self.name:
+            other = f"belongs to the study {there.get('study')!r}, not to {self.name!r}"
+            raise RunDirectoryError(f"{self.folder} {other}. Choose another with --out.")
+        file = self.folder / str(there.get("file", ""))
+        if "file" in there and file.is_file() and not file.samefile(self.path):
+            other = f"belongs to another study of that name, {os.path.relpath(file)}"
+            raise RunDirectoryError(f"{self.folder} {other}. Choose another with --out.")
         return True
+
+    def _mark(self) -> None:
+        """Says in the folder whose it is, unless it is said."""
+        path = self.folder / ABOUT
+        about = STUDY.marked({"study": self.name, "title": self.title, "file": self._file_as_seen()})
+        if not path.exists() or read_json(path) != about:
+            write_json(path, about)
+
+    def _file_as_seen(self) -> str:
+        """The study's file as seen from its folder, so that both can be moved or copied together."""
+        return Path(os.path.relpath(self.path, self.folder)).as_posix()
 
     def _unusable(self, error: OSError) -> RunDirectoryError:
         return RunDirectoryError(f"cannot use {self.folder} for a study: {error.strerror}. Choose another with --out.")
@@ -249,6 +274,36 @@ class Study:
         """The study, knowing results of its runs that were made elsewhere; unfinished ones count for nothing."""
         complete = [record for record in records if record.matrix.complete]
         entries = (replace(entry, result=_result_of(entry.plan, complete) or entry.result) for entry in self.entries)
+        return replace(self, entries=tuple(entries))
+
+    def with_images_at_hand(self) -> Study:
+        """The study without those known results that were made from other images than there are now; a note tells.
+
+        Results are taken as they are where images cannot be read, or are not read from files.
+
+        Raises:
+            RunDirectoryError: If runs in its folder were made from others: new ones would stand beside them.
+        """
+        present: dict[object, Mapping[str, str]] = {}
+        ours: dict[str, list[str]] = {}
+        known: dict[str, list[str]] = {}
+        entries = []
+        for entry in self.entries:
+            finished = _find_record(entry)[0]
+            record = finished or entry.result
+            changed = unlike_images(record.config, {"data": _images_of(entry.plan, present)}) if record else []
+            if changed:
+                (ours if finished else known).setdefault(", ".join(changed), []).append(entry.title)
+            entries.append(replace(entry, result=None) if changed else entry)
+        if ours:
+            told = "; ".join(f"{how_many(titles)}: those of {names}" for names, titles in ours.items())
+            raise RunDirectoryError(
+                f"runs in {self.folder} were made from other images than there are now ({told}). Bring those back, or "
+                "make all runs anew in another folder with --out."
+            )
+        for names, titles in known.items():
+            told = f"{how_many(titles)}: what is known was made from other images of {names}, and does not count"
+            warnings.warn(told, Note, stacklevel=2)
         return replace(self, entries=tuple(entries))
 
     def _failure_file(self, entry: Entry) -> Path:
@@ -372,6 +427,29 @@ def _find_record(entry: Entry) -> tuple[RunRecord | None, str]:
     except RatpError as error:
         return None, str(error)
     return (record if record.matrix.complete and is_config_of(entry.plan, record.config) else None), ""
+
+
+def _images_of(plan: RunPlan, found: dict[object, Mapping[str, str]]) -> Mapping[str, str]:
+    """The hash of every domain's images, as they are now; nothing where they are not read from files, or cannot be.
+
+    Args:
+        plan: Whose images.
+        found: What was found for others, which is looked up and added to.
+    """
+    if plan.spec.places is None:
+        return {}
+    key = plan.spec.name, frozenset(plan.order), plan.order[0], plan.recipe.size, plan.recipe.hold_out
+    if key not in found:
+        try:
+            found[key] = plan.load_stream().fingerprints
+        except RatpError:  # which the runs tell that need them
+            found[key] = {}
+    return found[key]
+
+
+def how_many(titles: Sequence[str]) -> str:
+    """One run by its title, several by their number and the first."""
+    return titles[0] if len(titles) == 1 else f"{len(titles)} runs, {titles[0]} among them"
 
 
 def _exists(path: Path) -> bool:

@@ -43,7 +43,7 @@ from ratp.precision import find_precision
 from ratp.request import DEFAULT_PRESET, RunRequest
 from ratp.streams import STREAMS, is_folder
 from ratp.study import Entry, Study, run_name
-from ratp.study_record import Row
+from ratp.study_record import Row, told_apart
 
 Values = Mapping[str, Any]
 # Row, method, preset and switches.
@@ -285,12 +285,14 @@ def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path) -> tuple[tup
             continue
         rows = (*known.rows, row) if known else (row,)
         found[name] = Entry(plan, folder / name, tuple(dict.fromkeys(rows)))
+    entries = found.values()
+    clear = told_apart([(entry.rows, entry.plan.spec.name, entry.settings) for entry in entries])
     problems = []
     for (grid, problem), affected in wrong.items():
         some = [*list(affected)[:_MOST_ROWS], *(["…"] if len(affected) > _MOST_ROWS else [])]
         where = "" if len(affected) == len(labels[grid]) else f", {'; '.join(some)}"
         problems.append(f"grid {grid + 1}{where}: {problem}")
-    return tuple(found.values()), problems
+    return tuple(replace(entry, rows=rows) for entry, rows in zip(entries, clear, strict=True)), problems
 
 
 def _parsed(path: Path) -> dict[str, Any]:

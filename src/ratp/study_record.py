@@ -104,20 +104,18 @@ def _named(run: AskedRun, rows: Sequence[Row]) -> list[RunRecord]:
     return [replace(run.record, name=label) for label in dict.fromkeys(row.label for row in rows)]
 
 
-def told_apart(runs: Sequence[AskedRun]) -> tuple[AskedRun, ...]:
-    """The runs, with the grid's number in a label that several grids use for different things on one stream."""
+def told_apart(runs: Sequence[tuple[Sequence[Row], str, str]]) -> list[tuple[Row, ...]]:
+    """The rows of runs, with the grid's number in a label that grids use for different things on one stream.
+
+    Args:
+        runs: Of each, its rows, its stream, and its settings as in :class:`AskedRun`.
+    """
     meant: dict[tuple[str, str], set[str]] = {}
-    for run in runs:
-        for row in run.rows:
-            meant.setdefault((row.label, run.stream), set()).add(run.settings)
+    for rows, stream, settings in runs:
+        for row in rows:
+            meant.setdefault((row.label, stream), set()).add(settings)
     unclear = {label for (label, _), settings in meant.items() if len(settings) > 1}
-    return tuple(
-        replace(
-            run,
-            rows=tuple(
-                replace(row, label=f"{row.label}, grid {row.grid + 1}") if row.label in unclear else row
-                for row in run.rows
-            ),
-        )
-        for run in runs
-    )
+    return [
+        tuple(replace(row, label=f"{row.label}, grid {row.grid + 1}") if row.label in unclear else row for row in rows)
+        for rows, *_ in runs
+    ]

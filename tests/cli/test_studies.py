@@ -645,3 +645,73 @@ class TestMistakes:
         assert result.code == 0
         assert "Usage: " in result.out
         assert plain(result.out)
+
+
+class TestImages:
+    """Results are of the images they were made from."""
+
+    YARD = (
+        '[[grid]]\nstream = "yard"\norders = ["ink>mud"]\nmethods = ["source-only"]\nseeds = [1, 2]\n'
+        'set = { network.backbone = "dtn", network.width = 0.25, size = 32, epochs = 1, steps = 1, batch = 8 }\n'
+    )
+
+    @pytest.fixture
+    def made(self):
+        for seed, name in enumerate(("ink", "mud")):
+            put(Path("yard") / name, images(count=3, seed=seed))
+        words = [study_file(Path(), self.YARD), "--weights", "none"]
+        assert ratp("study", "run", *words, *OPTIONS).code == 0
+        return words
+
+    def test_runs_of_other_images_are_not_passed_off_as_these(self, made):
+        folder = Path("runs/studies/tiny")
+        before = traces(folder)
+        put(Path("yard/mud"), images(count=3, seed=7))
+        result = ratp("study", "run", *made, *OPTIONS)
+        assert (result.code, traces(folder)) == (2, before)
+        told = " ".join(result.err.split())
+        assert "made from other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in told
+        assert "those of mud). Bring those back, or make all runs anew in another folder with --out." in told
+        assert ratp("study", "run", *made, *OPTIONS, "--out", "new").code == 0
+        assert len(folders("new")) == 2
+        put(Path("yard/mud"), images(count=3, seed=1))
+        assert "0 of 2 runs to make" in ratp("study", "run", *made, *OPTIONS).err
+
+    def test_known_results_of_other_images_do_not_count(self, made):
+        known = [*made, "--out", "new", "--known", "runs/studies/tiny"]
+        put(Path("yard/mud"), images(count=3, seed=7))
+        with pytest.warns(
+            Note, match=r"2 runs, .*: what is known was made from other images of mud, and does not count"
+        ):
+            result = ratp("study", "run", *known, *OPTIONS)
+        assert result.code == 0 and len(folders("new")) == 2
+
+    def test_where_images_are_not_at_hand_known_results_do(self, made):
+        for file in Path("yard/mud").rglob("*.png"):
+            file.unlink()
+        result = ratp("study", "run", *made, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
+        assert result.code == 0 and "0 of 2 runs to make" in result.err
+
+
+def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):
+    file = study_file(Path(), FOUR)
+    closed = read_study(file).entries[0].folder
+    closed.mkdir(parents=True)
+    usual = Path.iterdir
+
+    def iterdir(path):
+        if path.name == closed.name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return usual(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    told = " ".join(ratp("study", "status", file).err.split())
+    assert f"cannot read {closed}: Permission denied. Make it readable, or move it away" in told
+
+
+def test_grids_that_mean_different_things_by_a_name_are_told_apart():
+    other = grid('methods = ["shot"]').replace('"steps" = 2', '"steps" = 3')
+    file = study_file(Path(), grid('methods = ["shot"]') + other)
+    found = json.loads(ratp("study", "status", file, "--json").out)["runs"]
+    assert [run["run"].split(", demo")[0] for run in found] == ["shot, grid 1", "shot, grid 2"]
+    assert "shot, grid 2" in ratp("study", "status", file).out

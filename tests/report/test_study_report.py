@@ -508,16 +508,20 @@ class TestTerminal:
         assert "shot, demo: 1 order × 1 seed (c>b>a; seed 2); failed: out of memory" in " ".join(text.split())
 
 
+def labels_of(*runs):
+    """What each is called once all are told apart."""
+    return [[row.label for row in rows] for rows in told_apart([(run.rows, run.stream, run.settings) for run in runs])]
+
+
 def test_a_label_that_grids_use_for_different_runs_names_the_grid():
     """Even if they share no order and seed: a mean over different things is a mean of nothing."""
     for place in ({}, {"seed": 2}, {"order": BA}):
         other = asked("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")), settings="another rate", **place)
-        runs = told_apart([asked("ratp", (50, 80, 70)), other])
-        assert [[row.label for row in run.rows] for run in runs] == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
-    elsewhere = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), stream="other", settings="its values")]
-    assert told_apart(elsewhere) == tuple(elsewhere)
-    same = [asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), seed=2), asked("ratp", (50, 80, 70), BA)]
-    assert told_apart(same) == tuple(same)
+        assert labels_of(asked("ratp", (50, 80, 70)), other) == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
+    elsewhere = asked("ratp", (50, 80, 70), stream="other", settings="its values")
+    assert labels_of(asked("ratp", (50, 80, 70)), elsewhere) == [["ratp"], ["ratp"]]
+    same = asked("ratp", (50, 80, 70), seed=2), asked("ratp", (50, 80, 70), BA)
+    assert labels_of(asked("ratp", (50, 80, 70)), *same) == [["ratp"]] * 3
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ def decoding(console: Console, *, quiet: bool) -> Iterator[Report | None]:
             del done
             if name not in started:
                 started.add(name)
-                console.print(f"decoding {name}: {of:,} files", markup=False, soft_wrap=True)
+                files = "1 file" if of == 1 else f"{of:,} files"
+                console.print(f"decoding {name}: {files}", markup=False, soft_wrap=True)
 
         yield line
         return

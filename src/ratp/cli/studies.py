@@ -35,7 +35,7 @@ from ratp.cli.study_progress import follow_study
 from ratp.errors import ConfigError, RunDirectoryError, brief
 from ratp.record import RunRecord, is_run
 from ratp.request import RunRequest
-from ratp.study import ABOUT, FAILURES, STATES, Entry, State, Study, find_executor
+from ratp.study import ABOUT, FAILURES, STATES, Entry, State, Study, find_executor, how_many
 from ratp.study_file import read_study
 
 app = typer.Typer(help="Studies: a grid of methods, orders, seeds and switches in a TOML file.", no_args_is_help=True)
@@ -90,7 +90,7 @@ def run(
     if problems:
         raise ConfigError(problems)
     base = RunRequest(device=first, precision=precision, weights=weights, data=options)
-    study = _read(file, out, known, base)
+    study = _read(file, out, known, base).with_images_at_hand()
     study.claim()
     follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
     _tell(study, json_=json_, quiet=quiet)
@@ -170,9 +170,8 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
     if not quiet:
         _print_states(study.title, study.entries, states, stdout())
     for (state, reason), titles in _by_reason(study, states, reasons).items():
-        which = titles[0] if len(titles) == 1 else f"{len(titles)} runs, {titles[0]} among them"
         style = _STYLES.get(state, "yellow")
-        stderr().print(f"[bold {style}]{state}:[/] {escape(f'{which}: {reason}')}", soft_wrap=True)
+        stderr().print(f"[bold {style}]{state}:[/] {escape(f'{how_many(titles)}: {reason}')}", soft_wrap=True)
     if any("Traceback " in reason for reason in reasons.values()):
         say(f"Whole errors: {study.folder / FAILURES}")
     if not quiet:
