@@ -147,8 +147,8 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory; default runs/STREAM-METHOD-SEED, with a hash if anything is changed. Of several runs: the "
-            "folder for their directories."
+            help="Run directory; default runs/STREAM-METHOD-SEED, with a hash if anything is changed. Of several runs: "
+            "the folder for their directories."
         ),
     ] = None,
     after: Annotated[
