@@ -276,10 +276,13 @@ class Study:
         entries = (replace(entry, result=_result_of(entry.plan, complete) or entry.result) for entry in self.entries)
         return replace(self, entries=tuple(entries))
 
-    def with_images_at_hand(self) -> Study:
+    def with_images_at_hand(self, progress: Callable[[str, int, int], None] | None = None) -> Study:
         """The study without those known results that were made from other images than there are now; a note tells.
 
         Results are taken as they are where images cannot be read, or are not read from files.
+
+        Args:
+            progress: As of :class:`ratp.stream.DataOptions`, if images have to be decoded for it.
 
         Raises:
             RunDirectoryError: If runs in its folder were made from others: new ones would stand beside them.
@@ -291,7 +294,9 @@ class Study:
         for entry in self.entries:
             finished = _find_record(entry)[0]
             record = finished or entry.result
-            changed = unlike_images(record.config, {"data": _images_of(entry.plan, present)}) if record else []
+            changed = (
+                unlike_images(record.config, {"data": _images_of(entry.plan, present, progress)}) if record else []
+            )
             if changed:
                 (ours if finished else known).setdefault(", ".join(changed), []).append(entry.title)
             entries.append(replace(entry, result=None) if changed else entry)
@@ -429,19 +434,22 @@ def _find_record(entry: Entry) -> tuple[RunRecord | None, str]:
     return (record if record.matrix.complete and is_config_of(entry.plan, record.config) else None), ""
 
 
-def _images_of(plan: RunPlan, found: dict[object, Mapping[str, str]]) -> Mapping[str, str]:
+def _images_of(
+    plan: RunPlan, found: dict[object, Mapping[str, str]], progress: Callable[[str, int, int], None] | None
+) -> Mapping[str, str]:
     """The hash of every domain's images, as they are now; nothing where they are not read from files, or cannot be.
 
     Args:
         plan: Whose images.
         found: What was found for others, which is looked up and added to.
+        progress: Told of images that have to be decoded.
     """
     if plan.spec.places is None:
         return {}
     key = plan.spec.name, frozenset(plan.order), plan.order[0], plan.recipe.size, plan.recipe.hold_out
     if key not in found:
         try:
-            found[key] = plan.load_stream().fingerprints
+            found[key] = replace(plan, data=replace(plan.data, progress=progress)).load_stream().fingerprints
         except RatpError:  # which the runs tell that need them
             found[key] = {}
     return found[key]

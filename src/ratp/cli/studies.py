@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.loading import data_options
+from ratp.cli.loading import data_options, decoding
 from ratp.cli.reports import read_whole
 from ratp.cli.runs import (
     Data,
@@ -90,7 +90,9 @@ def run(
     if problems:
         raise ConfigError(problems)
     base = RunRequest(device=first, precision=precision, weights=weights, data=options)
-    study = _read(file, out, known, base).with_images_at_hand()
+    study = _read(file, out, known, base)
+    with decoding(stderr(), quiet=quiet or json_) as progress:
+        study = study.with_images_at_hand(progress)
     study.claim()
     follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
     _tell(study, json_=json_, quiet=quiet)
