@@ -14,6 +14,7 @@ from ratp.earlier import ContinuedWarning
 from ratp.environment import changes
 from ratp.errors import ConfigError, RunDirectoryError
 from ratp.events import StageStarted, Trained
+from ratp.known_results import is_config_of
 from ratp.matrix import Matrix
 from ratp.plan import resolve
 from ratp.record import fingerprint_of, read_run
@@ -24,7 +25,6 @@ from ratp.run import Run
 from ratp.side_by_side import run_all
 from ratp.states import BEFORE, LATEST, StateWarning
 from ratp.stream import LoadedDomain
-from ratp.study import is_config_of
 
 NAMES = ("ink", "mud", "fog", "ice")
 DOMAINS = [toy_domain(name, count) for name, count in zip(NAMES, (40, 32, 36, 28), strict=True)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from ratp.errors import RatpError
+from ratp.known_results import is_config_of
 from ratp.matrix import Metric
 from ratp.plan import RunPlan, resolve, usual_weights
 from ratp.published import SPELLING, Published, cells
@@ -19,7 +20,6 @@ from ratp.record import RunRecord, read_run
 from ratp.request import RunRequest
 from ratp.statistics import AVERAGE, Summary, summarise, verdict
 from ratp.streams import find_stream
-from ratp.study import is_config_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = "REPRODUCIBILITY.md"

@@ -273,9 +273,8 @@ class Attempts:
 
     def _learnt(self, guard: Mapping[str, Any] | None) -> list[int]:
         """Stages up to this one that were not undone; ``guard`` is what it says of this one."""
-        undone = {event.get("stage") for event in self._files.journal.finished() if is_undone(event)}
-        if is_undone({"guard": guard}):
-            undone.add(self._number)
+        ends = [*self._files.journal.finished(), {"stage": self._number, "guard": guard}]
+        undone = {end.get("stage") for end in ends if is_undone(end)}
         return [number for number in range(self._number + 1) if number not in undone]
 
     def _note_epoch(self, work: Stage, tick: Tick, started: float) -> None:

@@ -25,6 +25,8 @@ SOURCE_TEST_SHARE = 0.2
 
 Domain = LabelledDomain | UnlabelledDomain
 ExtraClasses = Literal["stop", "drop"]
+# Told of a domain's name, the number of its files that are decoded and that of all.
+Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class DataOptions:
     folder: Path | None = None
     on_bad: OnBad = "stop"
     extra_classes: ExtraClasses = "stop"
-    progress: Callable[[str, int, int], None] | None = None
+    progress: Report | None = None
 
 
 @dataclass(frozen=True, eq=False)

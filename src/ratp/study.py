@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +22,18 @@ from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, unknown
 from ratp.events import Event
 from ratp.files import UnreadableFileError, is_leftover, read_json, safe_name, write_json, writing
+from ratp.known_results import ImagesAtHand, is_config_of, result_of
 from ratp.lock import is_held
 from ratp.notes import Note
 from ratp.on_devices import run_all_on_devices
 from ratp.on_ray import check_ray, run_all_on_ray
-from ratp.plan import NO_WEIGHTS, PUBLISHED, RunPlan
-from ratp.record import DECIDED, RunRecord, read_run
+from ratp.plan import RunPlan
+from ratp.record import RunRecord, read_run
 from ratp.run import Run
-from ratp.run_folder import files_in, holds_others, unlike_images, with_advice
+from ratp.run_folder import files_in, holds_others, with_advice
 from ratp.schema import CONFIG, FAILURE, STUDY, NewerFileError
 from ratp.side_by_side import Listener, Result, run_all
+from ratp.stream import Report
 from ratp.study_record import AskedRun, Row, StudyRecord
 
 ABOUT, FAILURES, REPORT = "study.json", "failures", "report"
@@ -41,7 +42,6 @@ COMPARISON = "comparison"
 State = Literal["finished", "running", "interrupted", "failed", "waiting"]
 # Makes runs as run_all does.
 Executor = Callable[..., list[Result]]
-_LONG_AGO = datetime.min.replace(tzinfo=UTC)
 STATES: tuple[State, ...] = ("finished", "running", "interrupted", "failed", "waiting")
 
 
@@ -273,10 +273,10 @@ class Study:
     def with_results(self, records: Iterable[RunRecord]) -> Study:
         """The study, knowing results of its runs that were made elsewhere; unfinished ones count for nothing."""
         complete = [record for record in records if record.matrix.complete]
-        entries = (replace(entry, result=_result_of(entry.plan, complete) or entry.result) for entry in self.entries)
+        entries = (replace(entry, result=result_of(entry.plan, complete) or entry.result) for entry in self.entries)
         return replace(self, entries=tuple(entries))
 
-    def with_images_at_hand(self, progress: Callable[[str, int, int], None] | None = None) -> Study:
+    def with_images_at_hand(self, progress: Report | None = None) -> Study:
         """The study without those known results that were made from other images than there are now; a note tells.
 
         Results are taken as they are where images cannot be read, or are not read from files.
@@ -287,16 +287,14 @@ class Study:
         Raises:
             RunDirectoryError: If runs in its folder were made from others: new ones would stand beside them.
         """
-        present: dict[object, Mapping[str, str]] = {}
+        at_hand = ImagesAtHand(progress)
         ours: dict[str, list[str]] = {}
         known: dict[str, list[str]] = {}
         entries = []
         for entry in self.entries:
             finished = _find_record(entry)[0]
             record = finished or entry.result
-            changed = (
-                unlike_images(record.config, {"data": _images_of(entry.plan, present, progress)}) if record else []
-            )
+            changed = at_hand.unlike(entry.plan, record.config) if record else []
             if changed:
                 (ours if finished else known).setdefault(", ".join(changed), []).append(entry.title)
             entries.append(replace(entry, result=None) if changed else entry)
@@ -394,35 +392,6 @@ def run_name(plan: RunPlan) -> str:
     return f"{safe_name(plan.title)}-{plan.digest()[:12]}"
 
 
-def is_config_of(plan: RunPlan, config: Mapping[str, Any]) -> bool:
-    """Whether a config has all that determines the plan's result, but for images.
-
-    Weights are compared as far as the plan knows them without a download: random numbers are only themselves, a file is
-    only one of the same hash, and for the published weights any will do, for they may have come as a file.
-
-    Of the first switches some came after the first results and are in the hash of later ones: a config without such
-    a switch had, in effect, its default.
-    """
-    if (config.get("method"), config.get("seed")) != (plan.method.name, plan.seed):
-        return False
-    if not _starts_from(plan.weights_known, config.get("weights")):
-        return False
-    decided = _plain(plan.decisions())
-    there = {key: _plain(config.get(key)) for key in DECIDED}
-    for group in ("recipe", "switches"):
-        if isinstance(there[group], dict) and config.get("preset") == plan.preset:
-            unchanged = {key: value for key, value in decided[group].items() if key not in plan.changed}
-            there[group] = unchanged | there[group]
-    return there == {key: decided.get(key) for key in DECIDED}
-
-
-def _starts_from(asked: str, there: str | None) -> bool:
-    """Whether the hash of a run's weights is what a plan knows of those it asks for; None: random numbers."""
-    if asked in (NO_WEIGHTS, PUBLISHED):
-        return (there is None) == (asked == NO_WEIGHTS)
-    return there == asked
-
-
 def _find_record(entry: Entry) -> tuple[RunRecord | None, str]:
     """What a run's directory holds, if it is that run, not another, and came to its end; else how it is damaged."""
     if not _exists(entry.folder / "weights.safetensors"):
@@ -432,27 +401,6 @@ def _find_record(entry: Entry) -> tuple[RunRecord | None, str]:
     except RatpError as error:
         return None, str(error)
     return (record if record.matrix.complete and is_config_of(entry.plan, record.config) else None), ""
-
-
-def _images_of(
-    plan: RunPlan, found: dict[object, Mapping[str, str]], progress: Callable[[str, int, int], None] | None
-) -> Mapping[str, str]:
-    """The hash of every domain's images, as they are now; nothing where they are not read from files, or cannot be.
-
-    Args:
-        plan: Whose images.
-        found: What was found for others, which is looked up and added to.
-        progress: Told of images that have to be decoded.
-    """
-    if plan.spec.places is None:
-        return {}
-    key = plan.spec.name, frozenset(plan.order), plan.order[0], plan.recipe.size, plan.recipe.hold_out
-    if key not in found:
-        try:
-            found[key] = replace(plan, data=replace(plan.data, progress=progress)).load_stream().fingerprints
-        except RatpError:  # which the runs tell that need them
-            found[key] = {}
-    return found[key]
 
 
 def how_many(titles: Sequence[str]) -> str:
@@ -465,40 +413,3 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # too long a name, or no permission
         return False
-
-
-def _result_of(plan: RunPlan, records: Sequence[RunRecord]) -> RunRecord | None:
-    """The result of a plan among others, the newest if there are several."""
-    found = [record for record in records if is_config_of(plan, record.config) and _is_as_exact(plan, record)]
-    if not found:
-        return None
-    newest = max(found, key=_finished_at)
-    others = [record for record in found if record.matrix.to_json() != newest.matrix.to_json()]  # NaN is not itself
-    if others:
-        paths = " and ".join(str(record.path) for record in (newest, *others))
-        warnings.warn(f"{paths} are results of the same run and differ: the first, which is newer, counts", Note, 2)
-    return newest
-
-
-def _is_as_exact(plan: RunPlan, record: RunRecord) -> bool:
-    """Whether a result was computed in the precision that was asked for; if none was, or none is known, any will do."""
-    asked = plan.request.precision if plan.request else plan.precision
-    return asked == "auto" or record.environment.get("precision", asked) == asked
-
-
-def _finished_at(record: RunRecord) -> datetime:
-    """When the last event of a run's journal was, whichever time zone it was written in; long ago if none says so."""
-    return max(map(_time_of, record.journal), default=_LONG_AGO)
-
-
-def _time_of(event: Mapping[str, Any]) -> datetime:
-    try:
-        found = datetime.fromisoformat(str(event.get("time", "")))
-    except ValueError:
-        return _LONG_AGO
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _plain(value: Any) -> Any:
-    """As a file in JSON gives it back."""
-    return json.loads(json.dumps(value))

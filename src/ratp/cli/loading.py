@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast, get_args
@@ -13,9 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ratp.data.decoded import OnBad
 from ratp.errors import unknown
-from ratp.stream import DataOptions, ExtraClasses, Stream
-
-Report = Callable[[str, int, int], None]
+from ratp.stream import DataOptions, ExtraClasses, Report, Stream
 
 
 def data_options(
