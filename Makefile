@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help install demo test lint bench results docs clean
+.PHONY: help install demo test test-all lint bench results docs clean
 
 help:
 	@echo "make demo     RaTP and source-only on the embedded stream, with a report (2 to 3 minutes)"
-	@echo "make test     the tests"
+	@echo "make test     the quick tests (under 6 minutes on two cores)"
+	@echo "make test-all the quick tests, then the slow ones: every method, faults, kills, processes, Ray"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
-	@echo "make bench    time and memory of the demo, import time; the plain reference against the fast path"
+	@echo "make bench    time and memory of the demo, start times; the plain reference against the fast path"
 	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, and the tables from it"
 	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md; runs the tests of faults"
 	@echo "make clean    remove the virtual environment, runs and caches"
@@ -29,7 +30,11 @@ demo: $(READY)
 	$(BIN)/ratp demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# The quick tests first, then only the others: each runs once.
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,16 +18,15 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import ratp.run
-from ratp.environment import describe_environment
-from ratp.events import Trained
-from ratp.files import write_json
-from ratp.journal import Journal
-from ratp.midstage import LATEST
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.run import SAVE_EVERY, Run
-from ratp.run_files import RunFiles
+import ratp.runs.run
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
+from ratp.runs.directory import Journal, RunFiles
+from ratp.runs.events import Trained
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import SAVE_EVERY, Run
+from ratp.runs.states import CHECKPOINT_LATEST as LATEST
 
 
 class Clock:
@@ -74,7 +73,7 @@ def measure(request: RunRequest, folder: Path) -> dict[str, float]:
     with (
         patch.object(RunFiles, "save_checkpoint", checkpoint.around(RunFiles.save_checkpoint)),
         patch.object(Journal, "append", journal.around(Journal.append)),
-        patch.object(ratp.run, "exclusive", lock.around_ends(ratp.run.exclusive)),
+        patch.object(ratp.runs.run, "exclusive", lock.around_ends(ratp.runs.run.exclusive)),
     ):
         started = time.perf_counter()
         for event in run.events():

@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 
-from ratp.device_copies import with_images_on
-from ratp.environment import changes, describe_environment
+from ratp._core.environment import changes, describe_environment, use_precision
+from ratp._core.files import write_json
 from ratp.errors import RatpError
-from ratp.evaluate import accuracy
-from ratp.files import write_json
+from ratp.evaluation.accuracy import accuracy
 from ratp.methods import METHODS
-from ratp.phase import Phase, Tick, train
-from ratp.plan import RunPlan, resolve
-from ratp.precision import use_precision
-from ratp.request import RunRequest
-from ratp.stream import DataOptions, Stream
+from ratp.runs.plan import RunPlan, resolve
+from ratp.runs.request import RunRequest
+from ratp.streams.stream import DataOptions, Stream
+from ratp.training.device_cache import with_images_on
+from ratp.training.phase import Phase, Tick, train
 
 EPOCHS = 2  # trained of every phase
 
@@ -67,7 +66,7 @@ def measure(plan: RunPlan, stream: Stream) -> dict[str, float]:
     numbers = {"source": stage_seconds(method.source_phases(with_images_on(stream.source, device)), device)}
     answer = stream.answers[0]
     if plan.method.uses_target_labels(plan.config) and answer is not None:
-        phases = method.told_phases(with_images_on(answer, device))
+        phases = method.labelled_target_phases(with_images_on(answer, device))
     else:
         phases = method.target_phases(with_images_on(stream.targets[0], device))
     numbers["target"] = stage_seconds(phases, device)

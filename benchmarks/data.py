@@ -22,11 +22,11 @@ from statistics import median
 import torch
 from PIL import Image
 
-from ratp.data.decode import decode
-from ratp.data.decoded import open_decoded
-from ratp.data.tree import open_tree
-from ratp.environment import describe_environment
-from ratp.files import write_json
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
+from ratp.data.cache.decoded import open_decoded
+from ratp.data.decode.decode import decode
+from ratp.data.read.tree import open_tree
 
 PACS_SIZE, DIGITS_SIZE = 224, 32
 MADE_IMAGES, MADE_SIZE = 100_000, 64
@@ -34,7 +34,7 @@ MADE_IMAGES, MADE_SIZE = 100_000, 64
 RESIDENT = """
 import json, os, sys
 from pathlib import Path
-from ratp.data.decoded import open_decoded
+from ratp.data.cache.decoded import open_decoded
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

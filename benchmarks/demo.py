@@ -1,4 +1,4 @@
-"""Time and memory of the demo, and what importing ratp costs on top of torch.
+"""Measures time and memory of the demo, import times, and how fast commands start that compute nothing.
 
 Writes ``benchmarks/demo.json`` with device and versions.
 """
@@ -16,9 +16,11 @@ from statistics import median
 
 import torch
 
-from ratp.environment import describe_environment
-from ratp.files import write_json
-from ratp.record import read_run
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
+from ratp.runs.record import read_run
+
+QUICK = (["--help"], ["methods"], ["streams"], ["run", "--help"], ["report", "--help"], ["run", "demp"])
 
 
 def import_seconds(module: str) -> float:
@@ -26,14 +28,24 @@ def import_seconds(module: str) -> float:
     return median(_timed([sys.executable, "-c", f"import {module}"]) for _ in range(5))
 
 
-def _timed(command: list[str]) -> float:
+def start_times() -> dict[str, dict[str, float]]:
+    """Median seconds of commands that compute nothing, also relative to an interpreter that does nothing."""
+    nothing = median(_timed([sys.executable, "-c", "pass"]) for _ in range(5))
+    found = {}
+    for words in QUICK:
+        seconds = median(_timed([sys.executable, "-m", "ratp", *words], check=False) for _ in range(5))
+        found[" ".join(["ratp", *words])] = {"seconds": round(seconds, 2), "times_python": round(seconds / nothing, 1)}
+    return found
+
+
+def _timed(command: list[str], *, check: bool = True) -> float:
     started = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=check, capture_output=True)
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Measures, prints and keeps the numbers."""
+    """Measures, prints and saves the numbers."""
     with tempfile.TemporaryDirectory() as folder:
         import_torch, import_ratp = import_seconds("torch"), import_seconds("ratp")
         command = [sys.executable, "-m", "ratp", "demo", "--device", "cpu", "--out", folder, "--quiet"]
@@ -45,6 +57,7 @@ def main() -> None:
         "demo_peak_gib": round(peak, 2),
         "import_torch_seconds": round(import_torch, 2),
         "import_ratp_extra_seconds": round(import_ratp - import_torch, 2),
+        "start": start_times(),
         "runs": {
             name: {
                 "seconds": round(run.seconds, 1),

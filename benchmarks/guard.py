@@ -30,20 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ratp._core.environment import Randomness, describe_environment
+from ratp._core.files import read_json, write_json
 from ratp.config import as_dict, override
-from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.environment import describe_environment
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.evaluate import accuracy
-from ratp.files import read_json, write_json
-from ratp.guard import Watch
-from ratp.method import Method
-from ratp.plan import RunPlan, resolve
-from ratp.randomness import Randomness
-from ratp.request import RunRequest
-from ratp.signs import Signs, decide
-from ratp.stream import DataOptions, LoadedDomain, Stream
-from ratp.streams import STREAMS as SPECS
+from ratp.evaluation.accuracy import accuracy
+from ratp.guard.watch import Indicators, Watch, decide
+from ratp.runs.plan import RunPlan, resolve
+from ratp.runs.request import RunRequest
+from ratp.streams import find_stream
+from ratp.streams.stream import DataOptions, LoadedDomain, Stream
+from ratp.training.method import Method
 
 IMAGES, TEST_IMAGES = 1200, 300  # of a target, and of any domain to measure with
 SOURCE_IMAGES = 8000
@@ -124,7 +122,7 @@ def bad_images(kind: str, case: Case, real: LabelledDomain) -> Tensor:
     size = real.images.shape[-1]
     if kind == "unrelated":
         stream, codes = case.unrelated
-        found = SPECS[stream].load(codes, size, DataOptions())
+        found = find_stream(stream).load(codes, size, DataOptions())
         return torch.cat([part(item.domain, IMAGES // len(codes)).images for item in found])
     generator, colours = Randomness(0).generator("bad"), 1 if kind == "blank" else size
     drawn = torch.randint(256, (IMAGES, 3, colours, colours), generator=generator, dtype=torch.uint8)
@@ -218,7 +216,7 @@ def trials(name: str, method: str) -> list[dict[str, Any]]:
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:
     """A stage that was kept, judged by present limits."""
-    return {**row, "reasons": list(decide(Signs(**row["signs"])).reasons)}
+    return {**row, "reasons": list(decide(Indicators(**row["signs"])).reasons)}
 
 
 def main() -> None:

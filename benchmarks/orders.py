@@ -12,15 +12,15 @@ import os
 import time
 from pathlib import Path
 
-from ratp.environment import describe_environment
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
 from ratp.errors import RatpError
-from ratp.events import Event, StageFinished
-from ratp.files import write_json
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.run import Run
-from ratp.side_by_side import run_all
-from ratp.stream import DataOptions
+from ratp.executors.local import run_all
+from ratp.runs.events import Event, StageFinished
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
+from ratp.streams.stream import DataOptions
 
 ORDERS = tuple(map(str, range(1, 11)))
 

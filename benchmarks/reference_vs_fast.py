@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ratp.capture import stepper
-from ratp.domain import LabelledDomain
-from ratp.environment import describe_environment
-from ratp.evaluate import accuracy
-from ratp.files import write_json
-from ratp.phase import Phase
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.stream import Stream
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
+from ratp.data.domain import LabelledDomain
+from ratp.evaluation.accuracy import accuracy
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.streams.stream import Stream
+from ratp.training.cuda_graphs import stepper
+from ratp.training.phase import Phase
 from reference.ratp_reference.images import ImagesInMemory, read_folder, write_folder
 from reference.ratp_reference.matrix import metrics
 from reference.ratp_reference.method import PlainRaTP, Stage
@@ -69,6 +69,7 @@ def train_fast(phase: Phase, refresh: int, clock: Clock) -> None:
         clock(f"{phase.name} stage"),
         stepper(update, phase.generators, capture=phase.captures) as step,
     ):
+        phase.begin()
         for epoch in range(phase.epochs):
             with clock(_before_epoch(phase.name, epoch, refresh)):
                 phase.begin_epoch(epoch)

@@ -21,16 +21,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ratp.domain import LabelledDomain
-from ratp.environment import describe_environment
-from ratp.evaluate import accuracy
-from ratp.files import write_json
-from ratp.inference import classify
-from ratp.memory import Memory
-from ratp.network import Network, NetworkConfig
-from ratp.parts.exact import full_precision
-from ratp.parts.t2pl import T2PLConfig, t2pl
-from ratp.recipe import Recipe, Scaling
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
+from ratp.data.domain import LabelledDomain
+from ratp.evaluation.accuracy import accuracy
+from ratp.functional.numerics import full_precision
+from ratp.functional.pseudo_labels import T2PLConfig, t2pl
+from ratp.networks.network import Network, NetworkConfig
+from ratp.training.memory import Memory
+from ratp.training.recipe import Recipe, Scaling, classify
 
 CLASSES = 10
 CAPACITY = 200

@@ -20,15 +20,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ratp.environment import describe_environment
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
 from ratp.errors import RatpError
-from ratp.events import Event, Trained
-from ratp.files import write_json
-from ratp.on_devices import run_all_on_devices
-from ratp.plan import RunPlan, resolve
-from ratp.request import RunRequest
-from ratp.run import Run
-from ratp.side_by_side import run_all
+from ratp.executors.local import run_all
+from ratp.runs.events import Event, Trained
+from ratp.runs.plan import RunPlan, resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
 
 CLASSES = 10
 STAGES = ("source", "target")
@@ -82,7 +81,7 @@ def measure(count: int, folder: Path, options: argparse.Namespace) -> dict[str, 
         processes = min(options.processes, count)
         if processes > 1:
             devices = [torch.device(device.type, 0) if device.type == "cuda" else device] * processes
-            results = run_all_on_devices(runs, devices=devices, at_once=-(-count // processes), on_event=note)
+            results = run_all(runs, devices=devices, at_once=-(-count // processes), on_event=note)
         else:
             results = run_all(runs, at_once=count, on_event=note)
     for result in results:

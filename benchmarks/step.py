@@ -13,18 +13,16 @@ from statistics import median
 
 import torch
 
-from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
-from ratp.capture import WARM_UP, Stepper, bunches, stepper
-from ratp.domain import LabelledDomain
-from ratp.environment import describe_environment
-from ratp.files import write_json
-from ratp.method import Setting
+from ratp._core.environment import Randomness, describe_environment, find_precision, use_precision
+from ratp._core.files import write_json
+from ratp.data.domain import LabelledDomain
+from ratp.functional.transforms import OBJECTS
 from ratp.methods.ratp import RaTP, RaTPConfig, RaTPPhase
-from ratp.network import NetworkConfig
-from ratp.parts.transforms import OBJECTS
-from ratp.precision import find_precision, use_precision
-from ratp.randomness import Randomness
-from ratp.recipe import Recipe
+from ratp.networks.backbones import IMAGENET_MEAN, IMAGENET_STD
+from ratp.networks.network import NetworkConfig
+from ratp.training.cuda_graphs import WARM_UP, Stepper, bunches, stepper
+from ratp.training.method import Setting
+from ratp.training.recipe import Recipe
 
 REPEATS = 5
 
@@ -64,6 +62,7 @@ def phase_on(stage: str, options: argparse.Namespace, device: torch.device) -> R
         method.old = method.network.frozen_copy()
     phases = method.source_phases(domain) if stage == "source" else method.target_phases(domain.unlabelled())
     (phase,) = phases
+    phase.begin()
     phase.begin_epoch(0)
     assert isinstance(phase, RaTPPhase)
     return phase

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from ratp.environment import describe_environment
-from ratp.files import write_json
-from ratp.parts.transforms import CROP_FLIP, OBJECTS, Transform, TransformConfig
+from ratp._core.environment import describe_environment
+from ratp._core.files import write_json
+from ratp.functional.transforms import CROP_FLIP, OBJECTS, Transform, TransformConfig
 
 BATCH, INPUT, SIZE = 64, 227, 224
 REPEATS = 9

@@ -8,8 +8,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,14 +20,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratp import files
+from ratp._core import files
+from ratp._core.environment import Randomness
 from ratp.cli.main import main
-from ratp.domain import LabelledDomain
-from ratp.method import Method
-from ratp.plan import RunPlan, resolve
-from ratp.randomness import Randomness
-from ratp.request import RunRequest
-from ratp.stream import DataOptions, LoadedDomain, StreamSpec, make_stream
+from ratp.data.domain import LabelledDomain
+from ratp.executors import local
+from ratp.methods import METHODS
+from ratp.runs.events import Event
+from ratp.runs.plan import RunPlan, resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
+from ratp.streams.stream import DataOptions, LoadedDomain, StreamSpec, make_stream
+from ratp.training.method import Method
 
 TINY: dict[str, Any] = {
     "epochs": 2,
@@ -39,8 +43,19 @@ TINY: dict[str, Any] = {
     "memory": 24,
 }
 TINY_OPTIONS = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+# One per mechanism: memory and RandMix, a second phase, several networks, trained generators, no gradient.
+REPRESENTATIVES = ("ratp", "shot++", "cotta", "pden", "t3a")
 CLASSES = ("north", "east", "south", "west")
 CORNERS = ((0, 0), (0, 16), (16, 16), (16, 0))
+
+
+def each_method(*, without: Sequence[str] = ()) -> list[Any]:
+    """All methods, for ``parametrize``; those that are no representatives are slow."""
+    return [
+        pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.slow)
+        for name in METHODS
+        if name not in without
+    ]
 
 
 def load_tool(name: str) -> ModuleType:
@@ -185,6 +200,29 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             return usual(path)
 
     monkeypatch.setattr(files, "read_bytes", read)
+
+
+class NoProcess:
+    """Executes runs here, in the place of :class:`ratp.executors.process.Worker`."""
+
+    def __init__(self, device: torch.device, slots: int = 1) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def events(self, run: Run) -> Generator[Event, None, None]:
+        return run.events()
+
+
+@contextmanager
+def no_processes() -> Iterator[None]:
+    """Executes the runs of studies in this process: to start another takes seconds, and tests use one thread anyway."""
+    with patch.object(local, "Worker", NoProcess):
+        yield
 
 
 @dataclass(frozen=True)

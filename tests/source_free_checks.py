@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from helpers import TINY, all_finite, toy_domain, toy_method, toy_plan
-from ratp.phase import train
-from test_capture import ReadBack
+from ratp.training.phase import train
+from read_back import ReadBack
 
 REPLAYS = ("union", "separate", "none")
 LEARNING = {"network.width": 0.2, "network.hidden": 24, "network.dim": 12, "epochs": 3, "steps": 10, "batch": 24}
@@ -76,6 +76,7 @@ def check_steps_can_be_captured(name):
         method.adapt(targets[0])
         for phase in method.target_phases(targets[1]):
             assert phase.captures
+            phase.begin()
             phase.begin_epoch(0)
             phase.step()
             before = [generator.get_state() for generator in phase.generators]
@@ -96,9 +97,10 @@ def check_new_labels_are_written_in_place(name):
     method, source, targets = built(name)
     method.fit_source(source)
     phase = next(phase for phase in method.target_phases(targets[0]) if phase.name == "target")
-    place = phase._batches.labels.data_ptr()
+    place = phase.batches.labels.data_ptr()
+    phase.begin()
     record = phase.begin_epoch(0)
-    assert phase._batches.labels.data_ptr() == place
+    assert phase.batches.labels.data_ptr() == place
     assert record["labels_changed"] == 1.0
     assert phase.begin_epoch(1)["labels_changed"] == 0.0
 

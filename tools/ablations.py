@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratp.matrix import METRICS, Metric
-from ratp.plan import NO_WEIGHTS
-from ratp.record import RunRecord, read_run
-from ratp.report.cells import text
-from ratp.report.summary import summarise_known
-from ratp.request import RunRequest
-from ratp.statistics import Paired, paired
-from ratp.study import Study
-from ratp.study_file import read_study
+from ratp.evaluation.matrix import METRICS, Metric, Paired, paired
+from ratp.reports.summary import summarise_known
+from ratp.reports.tables import with_deviation
+from ratp.runs.plan import NO_WEIGHTS
+from ratp.runs.record import RunRecord, read_run
+from ratp.runs.request import RunRequest
+from ratp.studies.file import read_study
+from ratp.studies.study import Study
 
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "configs" / "paper"
@@ -99,7 +98,7 @@ def _row(line: Line, base: Line | None) -> str:
 def _cell(line: Line, base: Line | None, metric: Metric) -> str:
     """Mean and deviation and, of a variant, how far it lies from what it is a variant of, over the seeds both have."""
     values = line.averages(metric)
-    found = text(summarise_known(values.values()))
+    found = with_deviation(summarise_known(values.values()))
     if base is None or not values.keys() & base.runs.keys():
         return found
     return f"{found} ({_signed(paired(values, base.averages(metric)))})"

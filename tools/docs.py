@@ -18,21 +18,20 @@ from statistics import median
 from typing import Any
 
 from ablations import ablation_tables, sensitivity_tables
-from reproducibility import counts
-
+from published import SPELLING, printed
 from ratp.config import as_dict, switches
-from ratp.matrix import METRICS, Metric
+from ratp.evaluation.matrix import METRICS, Metric
+from ratp.guard.watch import LIMITS
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
-from ratp.plan import preset_config
-from ratp.published import SPELLING, printed
-from ratp.record import RunRecord, read_run
-from ratp.report.cells import text
-from ratp.report.summary import summarise_known
-from ratp.report.tables import comparison_markdown
-from ratp.signs import LIMITS
-from ratp.stream import StreamSpec
+from ratp.reports.markup import comparison_markdown
+from ratp.reports.summary import summarise_known
+from ratp.reports.tables import with_deviation
+from ratp.runs.plan import preset_config
+from ratp.runs.record import RunRecord, read_run
 from ratp.streams.benchmarks import DIGITS, PACS
+from ratp.streams.stream import StreamSpec
+from reproducibility import counts
 
 ROOT = Path(__file__).parents[1]
 GUARD_KINDS = {
@@ -100,7 +99,7 @@ def switch_table() -> str:
         cells = [_cell(as_dict(official)[item.name]), _cell(values[item.name])]
         if cells[0] != cells[1]:
             cells[1] = f"**{cells[1]}**"
-        lines.append(f"| {item.row or ''} | `{item.name}` | {cells[0]} | {cells[1]} | {item.explanation} |")
+        lines.append(f"| {item.doc_ref or ''} | `{item.name}` | {cells[0]} | {cells[1]} | {item.explanation} |")
     return "\n".join(lines)
 
 
@@ -213,7 +212,7 @@ def frames_tables() -> str:
 
 def _mean(values: list[float]) -> str:
     """The mean, with the standard deviation if there are several values."""
-    return text(summarise_known(values))
+    return with_deviation(summarise_known(values))
 
 
 def _trials() -> list[dict[str, Any]]:

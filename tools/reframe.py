@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ratp.data.catalogue.locate import find_all
 from ratp.data.formats.canonical import write_domain
-from ratp.data.formats.encoding import array_png
 from ratp.data.formats.layouts import Place, by_folder
-from ratp.data.formats.pictures import ImageBytes, Pictures
-from ratp.data.place import find_all
+from ratp.data.formats.pictures import ImageBytes, Pictures, array_png
 
 SIZE, INNER = 32, 28
 EDGE = (SIZE - INNER) // 2

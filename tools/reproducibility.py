@@ -11,15 +11,14 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+from published import SPELLING, Published, cells
 from ratp.errors import RatpError
-from ratp.known_results import is_config_of
-from ratp.matrix import Metric
-from ratp.plan import RunPlan, resolve, usual_weights
-from ratp.published import SPELLING, Published, cells
-from ratp.record import RunRecord, read_run
-from ratp.request import RunRequest
-from ratp.statistics import AVERAGE, Summary, summarise, verdict
+from ratp.evaluation.matrix import AVERAGE, Metric, Summary, summarise, verdict
+from ratp.runs.plan import RunPlan, default_weights, resolve
+from ratp.runs.record import RunRecord, read_run
+from ratp.runs.request import RunRequest
 from ratp.streams import find_stream
+from ratp.studies.reuse import Identity
 
 ROOT = Path(__file__).parents[1]
 PAGE = "REPRODUCIBILITY.md"
@@ -122,14 +121,14 @@ def counts(run: RunRecord) -> bool:
         plan = _official(run.config["stream"], run.matrix.domains, run.method, run.seed)
     except RatpError:  # no stream, order or method of ours
         return False
-    return run.matrix.complete and is_config_of(plan, run.config)
+    return run.matrix.complete and Identity.of(plan).matches(run.config)
 
 
 @cache
 def _official(stream: str, order: tuple[str, ...], method: str, seed: int) -> RunPlan:
     """What to run for a cell of the paper."""
     changes = STATIONARY if method == "ratp" and len(order) == 2 else {}
-    weights = usual_weights(find_stream(stream).recipe.network.backbone)
+    weights = default_weights(find_stream(stream).recipe.network.backbone)
     request = RunRequest(
         stream, method, ">".join(order), seed=seed, changes=changes, subset=True, device="cpu", weights=weights
     )

@@ -8,92 +8,99 @@ from __future__ import annotations
 import os
 import sys
 
-from ratp.version import __version__
+__version__ = "0.1.0"
 
-# Threads of torch's that wait for one another soon sleep instead of spinning: beside other programs that saves most of
-# the time, and no number changes. It is read when torch is loaded, and by the processes that are started from here.
+# Waiting threads of torch soon sleep instead of spinning: beside other programs that saves most of the time, and no
+# number changes. OpenMP reads it when torch is loaded, and processes started from here inherit it.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ratp.config import switch
-    from ratp.domain import LabelledDomain, UnlabelledDomain
-    from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-    from ratp.evaluate import accuracy
-    from ratp.inference import classify
-    from ratp.loaded import LoadedRun, load
-    from ratp.matrix import Matrix
-    from ratp.memory import Memory
-    from ratp.method import Method, Setting, pack, unpack
-    from ratp.network import Network
-    from ratp.phase import Phase
-    from ratp.plan import RunPlan, resolve
-    from ratp.record import RunRecord, read_run
-    from ratp.request import RunRequest
-    from ratp.run import Run
-    from ratp.stream import DataOptions, Stream
+    from ratp.config import switch as switch
+    from ratp.data.domain import LabelledDomain as LabelledDomain
+    from ratp.data.domain import UnlabelledDomain as UnlabelledDomain
+    from ratp.errors import ConfigError as ConfigError
+    from ratp.errors import RatpError as RatpError
+    from ratp.errors import RunDirectoryError as RunDirectoryError
+    from ratp.errors import TrainingError as TrainingError
+    from ratp.evaluation.accuracy import accuracy as accuracy
+    from ratp.evaluation.matrix import Matrix as Matrix
+    from ratp.functional.optim import SGDConfig as SGDConfig
+    from ratp.functional.optim import StageSGD as StageSGD
+    from ratp.networks.backbones import register_backbone as register_backbone
+    from ratp.networks.network import Network as Network
+    from ratp.runs.load import LoadedRun as LoadedRun
+    from ratp.runs.load import load as load
+    from ratp.runs.plan import RunPlan as RunPlan
+    from ratp.runs.plan import resolve as resolve
+    from ratp.runs.record import RunRecord as RunRecord
+    from ratp.runs.record import read_run as read_run
+    from ratp.runs.request import RunRequest as RunRequest
+    from ratp.runs.run import Run as Run
+    from ratp.streams.stream import DataOptions as DataOptions
+    from ratp.streams.stream import Stream as Stream
+    from ratp.training.memory import Memory as Memory
+    from ratp.training.method import Method as Method
+    from ratp.training.method import OnlineMethod as OnlineMethod
+    from ratp.training.method import Setting as Setting
+    from ratp.training.method import pack as pack
+    from ratp.training.method import unpack as unpack
+    from ratp.training.phase import Phase as Phase
+    from ratp.training.phases import Batch as Batch
+    from ratp.training.phases import Batches as Batches
+    from ratp.training.phases import NetworkMethod as NetworkMethod
+    from ratp.training.phases import SupervisedPhase as SupervisedPhase
+    from ratp.training.recipe import classify as classify
 
-__all__ = [
-    "ConfigError",
-    "DataOptions",
-    "LabelledDomain",
-    "LoadedRun",
-    "Matrix",
-    "Memory",
-    "Method",
-    "Network",
-    "Phase",
-    "RatpError",
-    "Run",
-    "RunDirectoryError",
-    "RunPlan",
-    "RunRecord",
-    "RunRequest",
-    "Setting",
-    "Stream",
-    "TrainingError",
-    "UnlabelledDomain",
-    "__version__",
-    "accuracy",
-    "classify",
-    "load",
-    "pack",
-    "read_run",
-    "resolve",
-    "switch",
-    "unpack",
-]
-
-# Loaded when first asked for: the command line has something to do before torch is there.
-_HOMES = {
-    "config": ("switch",),
-    "domain": ("LabelledDomain", "UnlabelledDomain"),
-    "errors": ("ConfigError", "RatpError", "RunDirectoryError", "TrainingError"),
-    "evaluate": ("accuracy",),
-    "inference": ("classify",),
-    "loaded": ("LoadedRun", "load"),
-    "matrix": ("Matrix",),
-    "memory": ("Memory",),
-    "method": ("Method", "Setting", "pack", "unpack"),
-    "network": ("Network",),
-    "phase": ("Phase",),
-    "plan": ("RunPlan", "resolve"),
-    "record": ("RunRecord", "read_run"),
-    "request": ("RunRequest",),
-    "run": ("Run",),
-    "stream": ("DataOptions", "Stream"),
+# The public names and their modules, loaded on first use: the command line starts before torch is there.
+_MODULES = {
+    "Batch": "training.phases",
+    "Batches": "training.phases",
+    "ConfigError": "errors",
+    "DataOptions": "streams.stream",
+    "LabelledDomain": "data.domain",
+    "LoadedRun": "runs.load",
+    "Matrix": "evaluation.matrix",
+    "Memory": "training.memory",
+    "Method": "training.method",
+    "Network": "networks.network",
+    "NetworkMethod": "training.phases",
+    "OnlineMethod": "training.method",
+    "Phase": "training.phase",
+    "RatpError": "errors",
+    "Run": "runs.run",
+    "RunDirectoryError": "errors",
+    "RunPlan": "runs.plan",
+    "RunRecord": "runs.record",
+    "RunRequest": "runs.request",
+    "SGDConfig": "functional.optim",
+    "Setting": "training.method",
+    "StageSGD": "functional.optim",
+    "Stream": "streams.stream",
+    "SupervisedPhase": "training.phases",
+    "TrainingError": "errors",
+    "UnlabelledDomain": "data.domain",
+    "accuracy": "evaluation.accuracy",
+    "classify": "training.recipe",
+    "load": "runs.load",
+    "pack": "training.method",
+    "read_run": "runs.record",
+    "register_backbone": "networks.backbones",
+    "resolve": "runs.plan",
+    "switch": "config",
+    "unpack": "training.method",
 }
+__all__ = sorted([*_MODULES, "__version__"])
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         from importlib import import_module
 
-        for home, names in _HOMES.items():
-            if name in names:
-                return getattr(import_module(f"ratp.{home}"), name)
-        raise AttributeError(f"module 'ratp' has no attribute {name!r}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'ratp' has no attribute {name!r}")
+        return getattr(import_module(f"ratp.{_MODULES[name]}"), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

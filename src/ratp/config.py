@@ -7,6 +7,7 @@ their dotted names, as given on a command line or in a file, and reports every m
 from __future__ import annotations
 
 import math
+import operator
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -16,33 +17,41 @@ from ratp.errors import ConfigError, unknown
 
 T = TypeVar("T")
 
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_LIMITS = (
+    ("minimum", operator.lt, "at least"),
+    ("maximum", operator.gt, "at most"),
+    ("above", operator.le, "above"),
+    ("below", operator.ge, "below"),
+)
+
 
 def switch(
     default: Any,
     explanation: str,
     *,
-    row: int | None = None,
+    doc_ref: int | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    later: bool = False,
+    hash_default: bool = True,
 ) -> Any:
     """A configuration field.
 
     Args:
         default: Its value unless set otherwise.
         explanation: What it does, in a line.
-        row: Its row in the list of differences between the paper and its published code.
+        doc_ref: Its row in the list of differences between the paper and its published code.
         minimum: Smallest value allowed.
         maximum: Largest value allowed.
         above: Values must lie above this.
         below: Values must lie below this.
-        later: It was added when there were results already, and its default does what was done before: no decision
-            where it has that (:func:`decisive`), so that the hashes of runs and the names of their directories stay.
+        hash_default: Whether the default counts for a run's hash. False for a switch added later whose default keeps
+            the old behaviour, so that the hashes of earlier runs stay valid (:func:`decisive`).
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata = {"explanation": explanation, "row": row, "later": later, **limits}
+    metadata = {"explanation": explanation, "doc_ref": doc_ref, "hash_default": hash_default, **limits}
     if is_dataclass(default):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -53,11 +62,7 @@ class Switch:
     """One leaf of a configuration.
 
     Attributes:
-        name: Dotted name, as used to set it.
-        value: Its value in the configuration it was read from.
-        kind: Its type, in words.
-        explanation: What it does.
-        row: Its row in the list of differences between paper and published code, if it stands there.
+        doc_ref: Its row in the list of differences between paper and published code, if it stands there.
         is_decision: Whether it is part of what a run is known by; a later switch at its default is not.
     """
 
@@ -65,7 +70,7 @@ class Switch:
     value: Any
     kind: str
     explanation: str
-    row: int | None
+    doc_ref: int | None
     is_decision: bool = True
 
 
@@ -79,8 +84,8 @@ def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
         else:
             meta = item.metadata
             kind = _describe(hints[item.name])
-            decides = not (meta.get("later") and value == item.default)
-            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("row"), decides)
+            decides = meta.get("hash_default", True) or value != item.default
+            yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("doc_ref"), decides)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -98,15 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def override(config: T, changes: Mapping[str, Any]) -> T:
-    """The configuration with some leaves changed.
-
-    Args:
-        config: Where to start from.
-        changes: New values by dotted name. Text is converted to the leaf's type.
-
-    Raises:
-        ConfigError: With one sentence for every unknown name and every bad value.
-    """
+    """Returns the configuration with some leaves changed, by dotted name; converts text to the type of the leaf."""
     names = {s.name for s in switches(config)}
     problems: list[str] = []
     for name, value in changes.items():
@@ -153,21 +150,11 @@ def _parse(value: Any, kind: Any, name: str) -> Any:
             raise wrong
         return tuple(_parse(p, items[0], name) for p in parts)
     if kind is bool:
-        known = {
-            "true": True,
-            "false": False,
-            "yes": True,
-            "no": False,
-            "on": True,
-            "off": False,
-            "1": True,
-            "0": False,
-        }
         if isinstance(value, bool):
             return value
-        if text is None or text.lower() not in known:
+        if text is None or text.lower() not in (*_TRUE, *_FALSE):
             raise wrong
-        return known[text.lower()]
+        return text.lower() in _TRUE
     if kind is str:
         if text is None:
             raise wrong
@@ -187,14 +174,10 @@ def _parse(value: Any, kind: Any, name: str) -> Any:
 def _check_range(value: Any, meta: Mapping[str, Any], name: str) -> None:
     if value is None or isinstance(value, str | bool):
         return
-    if meta.get("minimum") is not None and value < meta["minimum"]:
-        raise ConfigError(f"{name} must be at least {meta['minimum']}, got {value}.")
-    if meta.get("maximum") is not None and value > meta["maximum"]:
-        raise ConfigError(f"{name} must be at most {meta['maximum']}, got {value}.")
-    if meta.get("above") is not None and value <= meta["above"]:
-        raise ConfigError(f"{name} must be above {meta['above']}, got {value}.")
-    if meta.get("below") is not None and value >= meta["below"]:
-        raise ConfigError(f"{name} must be below {meta['below']}, got {value}.")
+    for key, is_wrong, words in _LIMITS:
+        limit = meta.get(key)
+        if limit is not None and is_wrong(value, limit):
+            raise ConfigError(f"{name} must be {words} {limit}, got {value}.")
 
 
 def _describe(kind: Any) -> str:

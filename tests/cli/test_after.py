@@ -67,11 +67,13 @@ def test_in_place_the_option_is_named():
 
 class TestRefused:
     def test_several_runs(self):
-        refused(run("rain", "fog", after="a", more=["--seed", 1, "--seed", 2]), "--after names one run", out="b")
+        refused(
+            run("rain", "fog", after="a", more=["--seed", 1, "--seed", 2]), "--after continues from one run", out="b"
+        )
 
     def test_every_difference_in_a_sentence(self):
         put(Path("rain"), images(count=7, seed=5))
-        told = ("another method: shot there, tent asked for", "another seed", "the images of rain are not those")
+        told = ("another method: shot there, tent requested", "another seed", "the images of rain are not those")
         refused(run("rain", "fog", after="a", method="tent", more=["--seed", 1]), *told, out="b")
 
     def test_a_folder_that_is_not_there(self):
@@ -84,7 +86,7 @@ class TestRefused:
     def test_a_damaged_state(self):
         Path("a/state.safetensors").write_bytes(b"{")
         result = run("rain", "fog", after="a")
-        assert result.code == 2 and "no run can go on from it" in result.err and "Traceback" not in result.err
+        assert result.code == 2 and "no run can continue it" in result.err and "Traceback" not in result.err
         shutil.rmtree("a")
         worked(run("rain", out="a"))
         worked(run("rain", "fog", after="a"))

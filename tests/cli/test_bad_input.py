@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from helpers import TINY_OPTIONS, files_of, journal_of, ratp, unreadable
-from ratp.files import read_tensors, write_tensors
-from ratp.report.page import PictureWarning
-from ratp.session import JournalWarning
+from ratp._core.files import read_tensors, write_tensors
+from ratp.reports.page import PictureWarning
+from ratp.runs.run import JournalWarning
 
 EXAMPLE = "'scan>photo>font>street'"
 TINY_RUN = ["run", "--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
@@ -196,10 +196,10 @@ class TestOutput:
 
     def test_a_folder_with_another_run(self, run):
         message = refused(*TINY_RUN, "--out", run, "--seed", "3", "--set", "lr=0.5", told=["another run", "--out"])
-        assert "seed: 2022 there, 3 asked for; lr: 0.05 there, 0.5 asked for" in message
+        assert "seed: 2022 there, 3 requested; lr: 0.05 there, 0.5 requested" in message
 
     def test_a_folder_with_a_run_of_another_method(self, run):
-        refused("run", *TINY_OPTIONS, "--out", run, told=["method: source-only there, ratp asked for", "--out"])
+        refused("run", *TINY_OPTIONS, "--out", run, told=["method: source-only there, ratp requested", "--out"])
 
     def test_a_folder_that_is_a_project_of_another_kind(self):
         os.mkdir("project")

@@ -16,15 +16,17 @@ from unittest.mock import Mock
 import pytest
 
 from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
-from ratp import __version__, plan
-from ratp.cli import doctor_folders, lists, runs
+from ratp import __version__
+from ratp.cli import doctor as doctor_folders
+from ratp.cli import lists
 from ratp.cli.main import main
 from ratp.config import as_dict, switches
-from ratp.methods import METHODS
+from ratp.methods import METHODS, Description
 from ratp.methods.ratp import RaTPConfig
-from ratp.record import fingerprint_of, read_run
-from ratp.run import Run
-from ratp.streams import STREAMS
+from ratp.runs import plan
+from ratp.runs.record import fingerprint_of, read_run
+from ratp.runs.run import Run
+from ratp.streams import find_stream
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 SOURCE_ONLY = ["--method", "source-only", "--device", "cpu", *TINY_OPTIONS]
@@ -145,8 +147,8 @@ class TestRun:
 class TestDemo:
     def test_it_compares_two_methods(self, monkeypatch):
         """With the sizes of a test in place of the demo's."""
-        real = runs.RunRequest
-        monkeypatch.setattr(runs, "RunRequest", lambda **given: real(**given, changes=TINY))
+        real = plan.resolve
+        monkeypatch.setattr(plan, "resolve", lambda request: real(replace(request, changes=TINY)))
         result = ratp("demo", "--out", "out", "--seed", "1", "--device", "cpu")
         assert result.code == 0
         assert sorted(os.listdir("out")) == ["ratp-1", "report", "source-only-1"]
@@ -306,14 +308,15 @@ class TestLists:
         """Where the images are missing, the values are told nevertheless."""
         monkeypatch.setenv("COLUMNS", "80")
         told = ratp("streams", "show", "pacs").out
-        for item in switches(STREAMS["pacs"].recipe):
+        for item in switches(find_stream("pacs").recipe):
             assert all(word in told for word in item.explanation.split()), item.name
 
     def test_nothing_in_a_list_is_markup(self, monkeypatch):
         method = type(
             "Odd", (METHODS["source-only"],), {"name": "[/odd]", "title": "[/t]", "family": "[/f]", "paper": "[/p]"}
         )
-        monkeypatch.setattr(lists, "METHODS", {"[/odd]": method})
+        monkeypatch.setattr(lists, "METHODS", ("[/odd]",))
+        monkeypatch.setattr(lists, "describe", lambda name: Description(name, "[/t]", "[/f]", "[/p]"))
         assert "[/f]" in ratp("methods").out
         for module in (lists, plan):
             monkeypatch.setattr(module, "find_method", lambda name: method)
@@ -345,7 +348,7 @@ class TestHelp:
         monkeypatch.setenv("COLUMNS", "80")
         told = ratp("run", "--help").out
         assert "--no-reuse-source" in told
-        assert "cuda:1, …" in told
+        assert "cuda:0,cuda:2, …" in told
         assert told.count("…") == 1
 
 
@@ -400,6 +403,7 @@ def test_a_pipe_that_takes_little_is_no_trouble(words, monkeypatch):
     assert taken.buffer.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["methods"], ["methods", "--json"]])
 @pytest.mark.faults(4, "no room for what is printed: one line says so")

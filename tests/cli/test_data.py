@@ -20,9 +20,9 @@ from PIL import Image
 from data.made_images import encoded, picture, png, put, zipped
 from helpers import files_of, ratp
 from loopback import Answer, running
-from ratp.data import sources
+from ratp.data import catalogue as sources
+from ratp.data.catalogue import PACS_CLASSES, DomainSource, SourceFile, data_set
 from ratp.data.formats import layouts
-from ratp.data.sources import PACS_CLASSES, DomainSource, SourceFile, data_set
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (1000, 28, 28), dtype=np.uint8)
@@ -92,7 +92,7 @@ class TestGet:
         result = ratp("data", "get", "mnist")
         assert (result.code, result.out) == (0, "digits/mnist: 1,000 images in 10 classes, data/digits/mnist.zip\n")
         assert "digits/mnist images: 765.6 KiB" in result.err
-        assert "data/downloads/digits; they may be removed" in result.err
+        assert "data/downloads/digits; you may remove them" in result.err
         assert classes_of("data/digits/mnist.zip") == set("0123456789")
         with zipfile.ZipFile("data/digits/mnist.zip") as archive:
             first = Image.open(io.BytesIO(archive.read("mnist/0/00000.png")))
@@ -150,7 +150,7 @@ class TestGet:
 
     def test_one_that_fails_does_not_keep_the_others_from_coming(self, mnist, monkeypatch):
         broken = DomainSource("svhn", (SourceFile("x", ("http://127.0.0.1:1/x",)),), manual="By hand: so")
-        monkeypatch.setattr("ratp.data.download.time.sleep", lambda _: None)
+        monkeypatch.setattr("ratp.data.catalogue.download.time.sleep", lambda _: None)
         digits(monkeypatch, svhn=broken, mnist=data_set("digits").domains["mnist"])
         result = ratp("data", "get", "digits")
         assert result.code == 1
@@ -178,7 +178,7 @@ class TestGet:
         mnist("images", Answer(WEB["images"], stop_after=600_000, then=interrupt), Answer(WEB["images"]))
         result = ratp("data", "get", "mnist")
         assert result.code == 130
-        assert result.err.splitlines()[-1] == "Interrupted. The same command goes on where it stopped."
+        assert result.err.splitlines()[-1] == "Interrupted. The same command continues where it stopped."
         assert "Traceback" not in result.err
         kept = part.stat().st_size
         assert 500_000 <= kept <= 600_000
@@ -206,7 +206,7 @@ class TestGet:
         Path("file").write_text("mine")
         result = ratp("data", "get", "mnist", "--data", "file/x")
         assert (result.code, result.out) == (2, "")
-        assert result.err.startswith("error: cannot make the data folder file/x: Not a directory.")
+        assert result.err.startswith("error: cannot create the data folder file/x: Not a directory.")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ class TestImport:
         result = ratp("data", "import", "mnist", *files)
         assert (result.code, result.out) == (2, "")
         assert result.err == (
-            "error: data/digits/mnist.zip exists already. Remove it first, or have it replaced with --replace.\n"
+            "error: data/digits/mnist.zip exists already. Remove it first, or replace it with --replace.\n"
         )
         assert files_of(Path("data")) == before
         assert ratp("data", "import", "mnist", *files, "--replace").code == 0
@@ -377,7 +377,7 @@ class TestBuild:
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("ratp.data.rebuild.syn_image", interrupted)
+        monkeypatch.setattr("ratp.data.catalogue.rebuild.syn_image", interrupted)
         result = ratp("data", "build", "syn", "--count", 10)
         assert result.code == 130
         assert result.err.strip().startswith("Interrupted. ")

@@ -9,8 +9,8 @@ import pytest
 
 from data.made_images import put, small_domain
 from helpers import ratp
-from ratp.data.decoded import open_decoded
-from ratp.data.decoded_cache import cache_entries
+from ratp.data.cache.decoded import open_decoded
+from ratp.data.cache.store import cache_entries
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_ctrl_c(cache, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ratp.cli.data_cache.evict", interrupted)
+    monkeypatch.setattr("ratp.cli.data_check.evict", interrupted)
     result = ratp("data", "cache", "--clear")
     assert (result.code, result.out) == (130, "")
     assert result.err.strip().startswith("Interrupted. ")

@@ -11,7 +11,7 @@ import pytest
 
 from data.made_images import closed, encoded, picture, png, put, real_data, small_domain, zipped
 from helpers import files_of, ratp
-from ratp.data.manifest_file import manifest_from_json
+from ratp.data.cache.manifest import manifest_from_json
 
 TWIN = png(seed=7)
 
@@ -47,10 +47,10 @@ class TestReport:
         assert not [line for line in lines if line != line.rstrip()]
         assert lines[:3] == ["data", "  new: 2 images, no classes", "    all of height 12 and width 20"]
         assert "  photo: 8 images, 2 classes" in lines
-        assert "    images a class: cat 4, dog 4" in lines
+        assert "    images per class: cat 4, dog 4" in lines
         assert "    height 8 to 12, median 9, width 10 to 20, median 10" in lines
         assert "    exact duplicates: 1, e.g. 'cat/twin.png', 'dog/twin.png'" in lines
-        assert "    of those in two classes at once: 1, e.g. 'cat/twin.png', 'dog/twin.png'" in lines
+        assert "    duplicates across classes: 1, e.g. 'cat/twin.png', 'dog/twin.png'" in lines
         assert "  sketch: 2 images, 2 classes" in lines
         assert any(line.startswith("  images in several domains: 1, e.g. 'photo/cat/twin.png'") for line in lines)
         assert lines[-1] == "3 domains, 12 images, none unusable"
@@ -118,14 +118,14 @@ class TestReport:
         names = ["dog/2024/1.png", "dog/2025/2.png", "guitar/3.png", "house/4.png"]
         put(Path("pics"), {name: png(k) for k, name in enumerate(names)})
         lines = ratp("data", "check", "pics").out.splitlines()
-        assert lines[:2] == ["pics: 4 images, 3 classes", "  images a class: dog 2, guitar 1, house 1"]
+        assert lines[:2] == ["pics: 4 images, 3 classes", "  images per class: dog 2, guitar 1, house 1"]
         assert "folders within a class belong to it: 'dog/2024', 'dog/2025'." in " ".join(" ".join(lines).split())
 
     def test_what_may_be_meant_as_an_image_is_told(self):
         put(Path("pics"), {**small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
         result = ratp("data", "check", "pics")
         assert result.code == 0
-        told = "2 files are passed over, as ratp does not read them: .heic (2)."
+        told = "2 files skipped, unsupported format: .heic (2)."
         assert told in " ".join(result.out.split())
         (domain,) = json.loads(ratp("data", "check", "pics", "--json").out)["sets"][0]["domains"]
         assert domain["passed_over"] == ["cat/1.heic", "dog/2.HEIC"]
@@ -232,7 +232,7 @@ def test_ctrl_c(data, monkeypatch):
     monkeypatch.setattr("ratp.cli.data_check.check_domain", interrupted)
     result = ratp("data", "check")
     assert (result.code, result.out) == (130, "")
-    assert result.err.strip() == "Interrupted. Nothing was written; start again to check all."
+    assert result.err.strip() == "Interrupted. Nothing was written; run the same command again."
 
 
 def test_real_domains():

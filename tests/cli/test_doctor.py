@@ -13,11 +13,13 @@ import torch
 
 from helpers import TINY_OPTIONS, ratp
 from own_images import images, zipped
-from ratp.cli import doctor_folders, doctor_machine
-from ratp.cli.doctor_machine import versions
-from ratp.data.decoded import open_decoded
-from ratp.lock import exclusive
-from ratp.version import __version__
+from ratp import __version__
+from ratp._core.locks import exclusive
+from ratp.cli import doctor as doctor_folders
+from ratp.cli import doctor as doctor_machine
+from ratp.cli.doctor import versions
+from ratp.data.cache.decoded import open_decoded
+from ratp.functional import kernels
 
 KEPT = Path(__file__).parents[1] / "fixtures" / "runs" / "versioned"
 RUN = ("run", "demo", "--method", "source-only", "--device", "cpu", "--quiet", *TINY_OPTIONS)
@@ -74,7 +76,7 @@ class TestVersions:
         assert found["torch"]["advice"].startswith("pip install 'torch>=")
         result = ratp("doctor")
         assert result.code == 1
-        assert "must be mended first" in result.err
+        assert "must be fixed first" in result.err
 
     def test_all_that_the_package_needs_is_looked_at(self):
         for name in ("torch", "safetensors", "typer", "jinja2"):
@@ -105,17 +107,17 @@ class TestMachine:
         answers |= {"get_device_capability": capability, "get_device_name": "Toy 1"}
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-        monkeypatch.setattr(doctor_machine.kernels, "usable", lambda device: False)
+        monkeypatch.setattr(kernels, "usable", lambda device: False)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
         found = told()["cuda:0"]
         assert found["ok"]
-        for words in ("Toy 1", "8.0 GiB of 16.0 GiB free", precisions, "no CUDA graphs", "no kernels"):
+        for words in ("Toy 1", "8.0 GiB of 16.0 GiB free", precisions, "no CUDA graphs", "no Triton kernels"):
             assert words in found["found"]
         assert ("bf16" in found["found"]) == (capability >= (8, 0))
 
     def test_a_full_disk_blocks(self, monkeypatch):
         monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 2**80)
-        assert "make room" in told(code=1)["folder"]["advice"]
+        assert "free some space" in told(code=1)["folder"]["advice"]
 
     def test_a_cache_that_cannot_be_written_is_told_and_blocks_nothing(self, monkeypatch, here):
         (here / "file").write_text("")
@@ -147,7 +149,7 @@ class TestData:
         assert told()["pacs"]["found"] == "all 4 domains"
         path.write_bytes(path.read_bytes()[:-30])
         assert told()["pacs/sketch"]["advice"] == (
-            "move it away, then ratp data get pacs/sketch, or put it back from a copy"
+            "move it away and run ratp data get pacs/sketch, or restore it from a copy"
         )
 
     def test_nothing_is_to_be_removed_for_a_bad_image(self, here):
@@ -161,7 +163,7 @@ class TestData:
         assert "pacs/photo" not in told()
         found = told("--thorough")["pacs/photo"]
         assert found["ok"]
-        assert "2 images, where 1,670 were published" in found["found"]
+        assert "2 of 1,670 published images" in found["found"]
 
 
 class TestCache:
@@ -189,7 +191,7 @@ class TestCache:
 
     def test_what_a_killed_writer_left(self, entry):
         (entry / "0123.part-abc").write_bytes(b"0" * 100)
-        assert "1 damaged or left half-written" in told()["decoded"]["found"]
+        assert "1 damaged or incomplete" in told()["decoded"]["found"]
 
     def test_source_networks(self, here):
         folder = here.parent / "cache" / "source-models"
@@ -226,7 +228,7 @@ class TestRuns:
         shutil.copytree(KEPT / "between-stages", here / "mine")
         found = told()["unfinished"]
         assert found["found"] == "mine: 2 of 3 stages done"
-        assert found["advice"] == "the command it was started with, and --out mine"
+        assert found["advice"] == "the original command with --out mine"
 
     def test_one_that_is_running_is_left_alone(self, here):
         shutil.copytree(KEPT / "between-stages", here / "runs" / "a")
@@ -242,15 +244,15 @@ class TestRuns:
         (run / ".lock").write_text('{"pid": 1}')
         found = told()
         assert "runs/a/matrix.json is damaged" in found["run"]["found"]
-        assert found["locks"]["found"].endswith("killed: a")
-        assert found["leftovers"]["found"] == "1 half-written files in runs"
+        assert found["locks"]["found"].endswith("processes: a")
+        assert found["leftovers"]["found"] == "1 incomplete files in runs"
         assert all(found[name]["advice"] for name in ("run", "locks", "leftovers"))
 
     def test_one_of_a_study(self, here):
         place = here / "runs" / "studies" / "main" / "x"
         shutil.copytree(KEPT / "between-stages", place)
         (place.parent / "study.json").write_text('{"study": "main"}')
-        assert told()["unfinished"]["advice"] == "ratp study run main.toml (the study it belongs to)"
+        assert told()["unfinished"]["advice"] == "ratp study run main.toml (its study)"
 
     def test_one_of_a_study_in_a_folder_of_another_name(self, here):
         place = here / "runs" / "studies" / "again" / "x"

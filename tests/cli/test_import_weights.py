@@ -15,9 +15,9 @@ from torch import nn
 
 from helpers import ratp
 from pretrained import resnet50_file
-from ratp.backbones import make_backbone
-from ratp.files import read_tensors
-from ratp.weights import find_weights, load_backbone
+from ratp._core.files import read_tensors
+from ratp.networks.backbones import make_backbone
+from ratp.networks.weights import find_weights, load_backbone
 
 OUT = Path("out.safetensors")
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers import TINY, ratp
+from helpers import TINY, each_method, ratp
 from own_images import encoded, images, picture, put, refused, worked, zipped
-from ratp import loaded
-from ratp.files import read_tensors, write_tensors
-from ratp.loaded import UnfinishedWarning
-from ratp.matrix import Matrix
-from ratp.methods import METHODS
-from ratp.record import fingerprint_of
+from ratp._core.files import read_tensors, write_tensors
+from ratp.evaluation.matrix import Matrix
+from ratp.runs import load as loaded
+from ratp.runs.load import UnfinishedWarning
+from ratp.runs.record import fingerprint_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "self_training.py"
 SIZES = {**TINY, "epochs": 3, "steps": 10, "lr": 0.05, "network.width": 0.1, "network.backbone": "dtn"}
@@ -61,11 +60,11 @@ def run(trained, tmp_path, monkeypatch):
     return Path(shutil.copytree(trained, "run"))
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"oracle", "source-only"}))
+@pytest.mark.parametrize("method", each_method(without=["oracle", "source-only"]))
 def test_every_method_predicts_as_in_its_run(method, tmp_path, monkeypatch):
     """By batch statistics, by another classifier, by the mask of the last domain: whatever its rule is."""
     folder = train(tmp_path, method, *(["--set", "views=2"] if method == "cotta" else []))
-    monkeypatch.setattr(loaded, "_ROOM", 1)  # the smallest chunks there are
+    monkeypatch.setattr(loaded, "_CHUNK_BYTES", 1)  # the smallest chunks there are
     found = worked(ratp("predict", folder, tmp_path / "new", "--device", "cpu"))
     expected = rows((folder / "predictions-new.csv").read_text())
     assert rows(found.out) == expected
@@ -102,7 +101,7 @@ class TestOutput:
 
     @pytest.mark.parametrize("room", [1, 2**28])
     def test_the_order_is_that_of_what_is_given(self, run, room, monkeypatch):
-        monkeypatch.setattr(loaded, "_ROOM", room)
+        monkeypatch.setattr(loaded, "_CHUNK_BYTES", room)
         put(Path("deep/b/north"), images(count=2, seed=6, flat=True))
         put(Path("deep/a"), images(count=1, seed=7, flat=True))
         Path("odd.ending").write_bytes(encoded(picture(0, 9)))
@@ -125,7 +124,7 @@ class TestOutput:
     def test_few_images_for_a_method_that_compares_them(self, tmp_path):
         folder = train(tmp_path, "tent")
         found = worked(ratp("predict", folder, tmp_path / "new" / "north-0.png"))
-        assert "tent predicts by the statistics of the images it is asked about, and 1 are few" in found.err
+        assert "tent predicts from the statistics of all images given, and 1 are few" in found.err
         assert "few" not in worked(ratp("predict", folder, tmp_path / "new")).err
 
     def test_names_give_no_orders_to_a_terminal(self, run, monkeypatch):
@@ -153,11 +152,11 @@ class TestOutput:
         zipped(Path("more.zip"), {"a.png": encoded(picture(0, 9)), "b.avif": b"x"})
         put(Path("new"), {"1.heic": b"x", "camera": encoded(picture(0, 9)), "notes.txt": b"x", ".DS_Store": b"x"})
         found = worked(ratp("predict", run, "new", "more.zip", "--quiet"))
-        told = "3 files are passed over, as ratp does not read them: .heic (1), without ending (1), .avif (1)."
+        told = "3 files skipped, unsupported format: .heic (1), without ending (1), .avif (1)."
         assert (found.out, found.err.count(told), found.err.count("note:")) == ("", 1, 1)
         left_out = json.loads(worked(ratp("predict", run, "new", "more.zip", "--json")).out)["left_out"]
         assert [item["file"] for item in left_out] == ["new/1.heic", "new/camera", "more.zip/b.avif"]
-        assert left_out[0]["reason"] == "passed over, as ratp does not read it: .heic"
+        assert left_out[0]["reason"] == "unsupported format: .heic"
 
 
 class TestOut:
@@ -174,15 +173,15 @@ class TestOut:
         os.link("new/west-3.png", "same.png")
         Path("link.csv").symlink_to("new/west-3.png")
         for out in ("new/west-3.png", "same.png", "link.csv"):
-            self.check(out, "it is one of the files given", run=run)
+            self.check(out, "it is one of the files to read", run=run)
         zipped(Path("more.zip"), NEW)
-        self.check("more.zip", "it is one of the files given", run=run, images=("new", "more.zip"))
+        self.check("more.zip", "it is one of the files to read", run=run, images=("new", "more.zip"))
 
     @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "predictions-new.csv", "predictions-x.csv"])
     def test_a_file_of_the_run(self, run, name):
-        self.check(run / name, "files of the run run are called so", run=run)
+        self.check(run / name, "a file of the run run has that name", run=run)
         Path("link").symlink_to(run)
-        self.check(f"link/{name}", "files of the run run are called so", run=run)
+        self.check(f"link/{name}", "a file of the run run has that name", run=run)
 
     def test_places_that_cannot_be_written(self, run):
         self.check("new", "it is a folder", run=run)
@@ -231,24 +230,24 @@ class TestBadImages:
         Path("new/page.jpg").write_bytes(b"<html>")
 
     def test_they_stop_it_with_their_names(self, run, monkeypatch):
-        monkeypatch.setattr(loaded, "_ROOM", 1)
+        monkeypatch.setattr(loaded, "_CHUNK_BYTES", 1)
         told = ("2 bad among 82 images", "new/broken.png: a damaged", "new/page.jpg: a web page", "--on-bad-image skip")
         refused(ratp("predict", run, "new", "--out", "found.csv"), *told, out="found.csv")
 
     def test_or_are_left_out_by_name(self, run):
         found = worked(ratp("predict", run, "new", "--on-bad-image", "skip"))
-        assert "left out 2 that are no usable images" in found.err
+        assert "skipped 2 unusable images" in found.err
         assert "new/page.jpg: a web page" in found.err
         assert rows(found.out) == rows((run / "predictions-new.csv").read_text())
 
     def test_not_one_that_can_be_used(self, run):
         result = ratp("predict", run, "new/broken.png", "new/page.jpg", "--on-bad-image", "skip")
-        told = ("2 images, and not one that can be used:\n  new/broken.png: a damaged", "new/page.jpg: a web page")
+        told = ("2 images, none of them usable:\n  new/broken.png: a damaged", "new/page.jpg: a web page")
         refused(result, *told, out="found.csv")
 
     def test_the_only_one_cannot_be_used(self, run):
         result = ratp("predict", run, "new/page.jpg", "--on-bad-image", "skip")
-        refused(result, "asked about 1 image, and it cannot be used:\n  new/page.jpg: a web page", out="found.csv")
+        refused(result, "asked about 1 image, and it is unusable:\n  new/page.jpg: a web page", out="found.csv")
 
     def test_no_such_option(self, run):
         refused(ratp("predict", run, "new", "--on-bad-image", "mend"), "--on-bad-image", "skip", out="found.csv")
@@ -269,8 +268,8 @@ class TestBadRuns:
 
     def test_no_run(self, run):
         self.check("gone", "gone does not exist")
-        self.check("new", "new is no run directory")
-        self.check(".", "It holds some: name one, e.g. run.")
+        self.check("new", "new is not a run directory")
+        self.check(".", "It contains some, e.g. run.")
         worked(ratp("report", run, "--export", "kept", "--quiet"))
         self.check(next(Path("kept").iterdir()), "is a file: give a run directory")
 
@@ -285,7 +284,7 @@ class TestBadRuns:
     def test_the_state_of_another_run(self, run, tmp_path):
         other = train(tmp_path / "other", "source-only", "--seed", "3")
         shutil.copy(other / "state.safetensors", run)
-        self.check(run, "belongs to another run", "Give a run directory as the run left it.")
+        self.check(run, "belongs to another run", "Use an unmodified run directory.")
 
     def test_other_classes(self, run):
         config = json.loads((run / "config.json").read_text())

@@ -16,9 +16,9 @@ from rich.progress import Progress
 from helpers import files_of, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.cli import progress
 from ratp.cli.progress import follow, follow_all, labels
-from ratp.events import Trained
-from ratp.phase import Tick
-from ratp.run import Run
+from ratp.runs.events import Trained
+from ratp.runs.run import Run
+from ratp.training.phase import Tick
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -177,7 +177,9 @@ def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
     )
     run = SimpleNamespace(plan=toy_plan("source-only"), stream=SimpleNamespace(order=("a",)))
     display = progress._Lines(run, Console(file=io.StringIO()))
-    progress._show([Trained(0, "a", tick)] * 50, display, progress.Stop())
+    watcher = progress._Watcher(display)
+    for _ in range(50):
+        watcher.see(Trained(0, "a", tick))
     assert reads == []
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers import TINY, TINY_OPTIONS, files_of, journal_of, ratp, same_tensors, tensors_of
-from ratp.cli import runs
-from ratp.run import Run
+from ratp.cli import progress
+from ratp.runs import plan
+from ratp.runs.run import Run
 
 OPTIONS = ["--device", "cpu", *TINY_OPTIONS]
 BOTH = ["--method", "ratp", "--method", "source-only"]
@@ -26,6 +28,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_seeds_and_methods_at_once(self):
         """Each where and what it would be alone; compared at the end."""
         result = ratp("run", *OPTIONS, *BOTH, "--seed", 1, "--seed", 2, "--jobs", 2)
@@ -147,7 +150,7 @@ class TestMistakes:
     def test_the_same_run_twice(self, again):
         result = ratp("run", *OPTIONS, "--seed", "1", *again)
         assert result.code == 2
-        assert "the same run is asked for twice" in result.err
+        assert "the same run is requested twice" in result.err
         assert os.listdir() == []
 
     @pytest.mark.parametrize("jobs", ["0", "-1", "two", "1.5", "", "²"])
@@ -168,8 +171,8 @@ class TestMistakes:
 class TestDemo:
     @pytest.fixture(autouse=True)
     def _tiny(self, monkeypatch):
-        real = runs.RunRequest
-        monkeypatch.setattr(runs, "RunRequest", lambda **given: real(**given, changes=TINY))
+        real = plan.resolve
+        monkeypatch.setattr(plan, "resolve", lambda request: real(replace(request, changes=TINY)))
 
     def test_several_seeds(self):
         result = ratp("demo", "--out", "out", "--seed", 1, "--seed", 2, "--device", "cpu", *IN_TURN)
@@ -179,7 +182,7 @@ class TestDemo:
         assert "ratp 2 stage 1/4 scan" in result.err
 
     def test_one_seed_is_as_ever(self, monkeypatch):
-        monkeypatch.setattr(runs, "follow_all", None)
+        monkeypatch.setattr(progress, "follow_all", None)
         assert ratp("demo", "--out", "out", "--device", "cpu", "--quiet").code == 0
 
     def test_a_folder_that_is_not_its_own(self):

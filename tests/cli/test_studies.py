@@ -17,21 +17,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from helpers import files_of, journal_of, ratp
+from helpers import files_of, journal_of, no_processes, ratp
 from own_images import images, put
-from ratp.cli.study_progress import _Watcher, follow_study
-from ratp.events import StageFinished, StageStarted, Trained
-from ratp.lock import exclusive
-from ratp.matrix import Matrix
-from ratp.notes import Note
-from ratp.phase import Tick
-from ratp.record import RunRecord, read_run
-from ratp.request import RunRequest
-from ratp.run import Run
-from ratp.side_by_side import run_all
-from ratp.stream import DataOptions
-from ratp.study_file import read_study
+from ratp._core.locks import exclusive
+from ratp.cli.progress import StudyWatcher, follow_study
+from ratp.errors import Note
+from ratp.evaluation.matrix import Matrix
+from ratp.executors.local import run_all
+from ratp.runs.events import StageFinished, StageStarted, Trained
+from ratp.runs.record import RunRecord, read_run
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
+from ratp.streams.stream import DataOptions
+from ratp.studies.file import read_study
+from ratp.training.phase import Tick
 from tiny_study import grid, study_file, traces
+
+pytestmark = pytest.mark.usefixtures("_no_processes")
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -88,7 +90,7 @@ def done(tmp_path_factory):
     """A study of four runs that was made, with its file beside it, and what the command said."""
     folder = tmp_path_factory.mktemp("done")
     path = study_file(folder, FOUR)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, no_processes():
         patch.setenv("COLUMNS", "80")
         said = ratp("study", "run", path, "--out", folder / "runs", *OPTIONS)
     return folder, said
@@ -112,7 +114,7 @@ class TestRun:
         assert plain(said.out + said.err)
         assert narrow(said.out)
         lines = said.err.splitlines()
-        assert lines[0] == "Tiny runs: 4 of 4 runs to make"
+        assert lines[0] == "Tiny runs: 4 of 4 runs to execute"
         ends = [line for line in lines if re.search(r"TDG \d+\.\d  TDA \d+\.\d  FA \d+\.\d  \(.* s\)", line)]
         assert [line.split(":")[0] for line in ends] == [
             f"{method}, seed {seed}" for method in METHODS for seed in (1, 2)
@@ -136,7 +138,7 @@ class TestRun:
         before = traces(Path("made"))
         again = ratp("study", "run", *study, *OPTIONS)
         assert again.code == 0
-        assert "0 of 4 runs to make" in again.err
+        assert "0 of 4 runs to execute" in again.err
         assert traces(Path("made")) == before
 
     def test_json_is_one_document_and_all_there_is(self, study):
@@ -160,7 +162,7 @@ class TestRun:
         Path("runs/studies/my_study/study.json").unlink()
         result = ratp("study", "run", "my study.toml", *OPTIONS)
         assert result.code == 0
-        assert "0 of 4 runs to make" in result.err
+        assert "0 of 4 runs to execute" in result.err
         shutil.rmtree("runs")
         assert ratp("study", "status", "my study.toml").err == "Runs: runs/studies/my_study\n"
         assert not Path("runs").exists()
@@ -180,7 +182,7 @@ class TestRun:
         result = ratp("study", "run", *study, *OPTIONS)
         assert result.code == 2
         assert "Traceback" not in result.err
-        assert "2 of 5 runs to make" in result.err
+        assert "2 of 5 runs to execute" in result.err
         (told,) = [line for line in result.err.splitlines() if line.startswith("failed: ")]
         assert told.startswith("failed: wild, demo scan>photo>font>street, seed 2022: ")
         assert "A smaller learning rate" in told
@@ -209,11 +211,11 @@ class TestRun:
         file = io.StringIO()
         follow_study(study, Console(file=file, force_terminal=terminal, width=80), quiet=False, at_once=1)
         said = ESCAPE.sub("", file.getvalue())
-        assert said.count("note: yard, rain: left out 1 that is no usable image:\n  north/bad.png: empty") == 1
+        assert said.count("note: yard, rain: skipped 1 unusable image:\n  north/bad.png: empty") == 1
         assert said.count("note:") == 1
         assert "source-only, yard day>rain, seed 2: TDG" in said
         result = ratp("study", "report", path, "--out", "out")
-        assert "Of the images: rain: left out 1 that is no usable image." in result.out
+        assert "About the images: rain: skipped 1 unusable image." in result.out
 
     def test_what_hinders_all_is_told_once(self, tmp_path):
         file = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1, 2, 3]", stream="digits"))
@@ -314,7 +316,7 @@ class TestKnown:
         assert states(*words) == ["finished"] * 4
         result = ratp("study", "run", *words, *OPTIONS)
         assert result.code == 0
-        assert "0 of 4 runs to make" in result.err
+        assert "0 of 4 runs to execute" in result.err
         assert os.listdir("new") == ["study.json"]
         one = next(file for file in Path(exported).iterdir() if "shot-1" in file.name)
         words[-1] = one
@@ -356,7 +358,7 @@ class TestKnown:
         among_others = ratp(*words, exported)
         assert among_others.code == 0
         assert among_others.err.startswith("note: left out: results/zzz.json ")
-        assert "0 of 4 runs to make" in among_others.err
+        assert "0 of 4 runs to execute" in among_others.err
         assert "study.json" not in among_others.err
 
     def test_run_directories(self, done):
@@ -423,6 +425,7 @@ def results(place):
     return {name: data for name, data in files_of(Path(place)).items() if Path(name).name in kept}
 
 
+@pytest.mark.slow
 class TestInterruption:
     def test_killed_in_the_middle(self, gate):
         """While it runs, others see it running; killed, it goes on where it was, and ends as if nothing had been."""
@@ -443,7 +446,7 @@ class TestInterruption:
         Path("go").touch()
         result = ratp("study", "run", gate, "--out", "out", *OPTIONS)
         assert result.code == 0
-        assert "2 of 3 runs to make" in result.err
+        assert "2 of 3 runs to execute" in result.err
         assert traces(finished) == before
         assert results("out") == results("undisturbed")
         assert [len(journal_of(run, "run_resumed")) for run in folders("out")].count(1) == 1
@@ -487,7 +490,7 @@ def test_progress_of_a_run_that_begins_a_stage_again():
     """Its process ended in the second stage, at half of it; a third of the stage had been kept."""
     study = read_study(study_file(Path(), grid('methods = ["source-only"]')), Path("out"), RunRequest(device="cpu"))
     (entry,) = study.entries
-    watcher, run = _Watcher([entry]), Run(entry.plan, entry.folder, wait=True)
+    watcher, run = StudyWatcher([entry]), Run(entry.plan, entry.folder, wait=True)
     watcher.see(run, StageStarted(0, "scan", 8, 12, 6))
     assert watcher.done == 0.5
     watcher.see(run, StageFinished(0, "scan", {}, {}, 1.0, None))
@@ -506,7 +509,7 @@ def test_a_domain_without_labels_has_a_dash():
     (entry,) = study.entries
     order, nan = entry.plan.order, float("nan")
     matrix = Matrix(order, ((90.0, *[nan] * (len(order) - 1)),) * len(order))
-    line = _Watcher([entry]).ended(entry, RunRecord(Path("nowhere"), {}, {}, matrix, ()))
+    line = StudyWatcher([entry]).ended(entry, RunRecord(Path("nowhere"), {}, {}, matrix, ()))
     assert line.startswith("source-only, seed 2022: TDG –  TDA 90.0  FA 90.0  (")
 
 
@@ -571,11 +574,11 @@ class TestMistakes:
         ("text", "told"),
         [
             ("", ["error: study.toml: it has no runs"]),
-            ("[[grid]\n", ["study.toml is no TOML", "line 1"]),
+            ("[[grid]\n", ["study.toml is not valid TOML", "line 1"]),
             (DIGITS.replace("ratp", "rapt"), ["unknown method 'rapt'. Did you mean 'ratp'?"]),
             (DIGITS + "set = { pca.wieght = 1 }", ["Did you mean 'pca.weight'?"]),
             (DIGITS + 'seeds = ["1"]', ["seeds must be whole numbers, got '1'"]),
-            (DIGITS + f"seeds = [1{'0' * 5000}]", ["no TOML"]),
+            (DIGITS + f"seeds = [1{'0' * 5000}]", ["not valid TOML"]),
             (DIGITS + '[[grid.variant]]\nname = "[/x]"\nmethod = "[red]"', ["grid 1, [/x]: unknown method '[red]'"]),
         ],
     )
@@ -598,8 +601,8 @@ class TestMistakes:
         Path("folder").mkdir()
         Path("latin.toml").write_bytes(b'title = "\xe9"')
         refused(command, "nowhere.toml", told=["nowhere.toml", "No such file"])
-        refused(command, "folder", told=["folder", "Is a directory"])
-        refused(command, "latin.toml", told=["latin.toml is no text in UTF-8"])
+        refused(command, "folder", told=["folder", "Is a directory" if command == "run" else "holds no study"])
+        refused(command, "latin.toml", told=["latin.toml is not UTF-8 text"])
 
     def test_a_folder_of_another_study(self, study):
         study_file(Path("made"), FOUR, name="other.toml")
@@ -663,6 +666,7 @@ class TestImages:
         assert ratp("study", "run", *words, *OPTIONS).code == 0
         return words
 
+    @pytest.mark.slow
     def test_runs_of_other_images_are_not_passed_off_as_these(self, made):
         folder = Path("runs/studies/tiny")
         before = traces(folder)
@@ -675,8 +679,9 @@ class TestImages:
         assert ratp("study", "run", *made, *OPTIONS, "--out", "new").code == 0
         assert len(folders("new")) == 2
         put(Path("yard/mud"), images(count=3, seed=1))
-        assert "0 of 2 runs to make" in ratp("study", "run", *made, *OPTIONS).err
+        assert "0 of 2 runs to execute" in ratp("study", "run", *made, *OPTIONS).err
 
+    @pytest.mark.slow
     def test_known_results_of_other_images_do_not_count(self, made):
         known = [*made, "--out", "new", "--known", "runs/studies/tiny"]
         put(Path("yard/mud"), images(count=3, seed=7))
@@ -690,7 +695,7 @@ class TestImages:
         for file in Path("yard/mud").rglob("*.png"):
             file.unlink()
         result = ratp("study", "run", *made, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
-        assert result.code == 0 and "0 of 2 runs to make" in result.err
+        assert result.code == 0 and "0 of 2 runs to execute" in result.err
 
 
 def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratp.data.cache import cache_folder, cached_domain
-from ratp.domain import LabelledDomain
-from ratp.errors import RatpError
-from ratp.files import read_tensors, write_tensors
-from ratp.notes import NotKeptWarning
+from ratp._core.files import read_tensors, write_tensors
+from ratp.data.cache.folder import cache_folder, cached_domain
+from ratp.data.domain import LabelledDomain
+from ratp.errors import NotCachedWarning, RatpError
 
 
 def small(held_out: bool = True) -> LabelledDomain:
@@ -124,14 +123,14 @@ def test_a_renamed_file_is_not_believed(tmp_path):
 def test_a_folder_that_cannot_be_made_does_not_stop_the_load(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.warns(NotKeptWarning, match=f"cannot be kept in {folder} for the next time: "):
+        with pytest.warns(NotCachedWarning, match=f"cannot cache drawn images in {folder}: "):
             assert same(cached_domain(folder, "key", small), small())
     assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_a_folder_in_the_place_of_the_file_does_not_stop_the_load(tmp_path):
     (tmp_path / "key.safetensors" / "occupied").mkdir(parents=True)
-    with pytest.warns(NotKeptWarning):
+    with pytest.warns(NotCachedWarning):
         assert same(cached_domain(tmp_path, "key", small), small())
     assert [path.name for path in tmp_path.iterdir()] == ["key.safetensors"]
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from helpers import ratp
 from ratp.data.contact_sheet import contact_sheet
-from ratp.domain import LabelledDomain
+from ratp.data.domain import LabelledDomain
 from ratp.errors import RatpError
 
 RED, GREEN, BLUE = (250, 10, 20), (10, 240, 30), (20, 30, 230)
@@ -139,7 +139,7 @@ class TestWhatIsThere:
         Image.new("RGB", (8, 8)).save("demo.png")
         before = Path("demo.png").read_bytes()
         for words in ([], ["--out", "demo.png"]):
-            self.refused(*words, told=["cannot write demo.png: it is there already", "Move it away", "--out"])
+            self.refused(*words, told=["cannot write demo.png: it exists and", "Move it away", "--out"])
         assert Path("demo.png").read_bytes() == before
 
     def test_another_kind_of_file_is_not(self):
@@ -149,4 +149,8 @@ class TestWhatIsThere:
 
     def test_nor_is_a_folder(self):
         Path("sheets.png").mkdir()
-        self.refused("--out", "sheets.png", told=["cannot write sheets.png: it is there already", "Move it away"])
+        self.refused(
+            "--out",
+            "sheets.png",
+            told=["cannot write sheets.png: it exists and", "Move it away"],
+        )

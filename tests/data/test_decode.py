@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from made_images import encoded, picture, pixels, png, raw_png
 from PIL import Image, ImageFile
 
-from ratp.data.decode import BadImage, decode
+from ratp.data.decode.decode import decode
+from ratp.data.decode.pixels import BadImage
 
 SMALL = {
     "PNG": encoded(picture(), "PNG"),
@@ -216,7 +217,7 @@ class TestDeepImages:
         assert decoded.conversions == ("32-bit", "greyscale")
 
     def test_no_number_at_all(self):
-        with pytest.raises(BadImage, match="without a single finite value"):
+        with pytest.raises(BadImage, match="without any finite value"):
             decode(encoded(Image.fromarray(np.full((2, 2), np.nan, dtype=np.float32)), "TIFF"), None)
 
 

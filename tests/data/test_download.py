@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from loopback import BODY, Answer, running
-from ratp.data.download import DownloadError, Patience, download
-from ratp.data.partial import Version, partial_of
+from ratp.data.catalogue.download import DownloadError, Patience, download
+from ratp.data.catalogue.partial import Version, partial_of
 from ratp.errors import RatpError
 
 OTHER = bytes(reversed(range(256))) * 3000

@@ -22,13 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.io import savemat
 
-from ratp.data.formats import matlab
-from ratp.data.formats.canonical import write_domain
-from ratp.data.formats.pictures import Pictures
-from ratp.data.importers import import_domain
-from ratp.data.published import fetch_domain
-from ratp.data.rebuild import provenance
-from ratp.data.sources import (
+from ratp.data.catalogue import (
     CATALOGUE,
     DIGITS,
     DOMAINNET_10,
@@ -38,6 +32,12 @@ from ratp.data.sources import (
     data_set,
     find_sources,
 )
+from ratp.data.catalogue.fetch import fetch_domain
+from ratp.data.catalogue.import_ import import_domain
+from ratp.data.catalogue.rebuild import provenance
+from ratp.data.formats import matlab
+from ratp.data.formats.canonical import write_domain
+from ratp.data.formats.pictures import Pictures
 from ratp.errors import RatpError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -438,7 +438,7 @@ def test_hdf5_that_points_elsewhere(tmp_path):
         file["y"] = LABELS
     refused(tmp_path, "array of numbers within the file", "svhn", path)
     path.write_bytes(path.read_bytes()[:900])
-    refused(tmp_path, "no HDF5 file that can be read", "svhn", path)
+    refused(tmp_path, "not a readable HDF5 file", "svhn", path)
 
 
 # --- libsvm
@@ -548,7 +548,7 @@ def test_one_domain_of_several(tmp_path, form):
     given = form(tmp_path, files)
     report = import_domain("art_painting", [given], tmp_path / "out")
     assert_holds(report.path, COLOUR[1:3], ["dog", "elephant"])
-    assert "2 of 4 files are no images in a class folder of art_painting" in report.notes[0]
+    assert "2 of 4 files are not images in a class folder of art_painting" in report.notes[0]
     refused(tmp_path / "x", r"several domains.*unknown domain 'cartoon'.*Art Painting, photo", "cartoon", given)
 
 
@@ -627,7 +627,7 @@ def test_lists_with_commas_and_names_with_spaces(tmp_path):
 
 def test_flat_folder_without_a_list(tmp_path):
     given = as_folder(tmp_path, {"1.png": png(GREY[0]), "2.png": png(GREY[1])})
-    refused(tmp_path, r"no class folders.*Give the list of their labels", "mnist", given)
+    refused(tmp_path, r"no class folders.*Also give the list of their labels", "mnist", given)
 
 
 def test_digits_are_digits(tmp_path):
@@ -771,7 +771,7 @@ def test_damaged_zip(tmp_path):
     path = image_zip(tmp_path / "x.zip", {f"dog/{k}.png": png(COLOUR[k]) for k in range(5)})
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    refused(tmp_path, r"x\.zip is no zip file that can be read", "photo", path)
+    refused(tmp_path, r"x\.zip is not a readable zip file", "photo", path)
     path.write_bytes(whole[:100] + b"!" + whole[101:])
     refused(tmp_path, r"1 of 5 images .*\n.*dog/0\.png: damaged in the archive", "photo", path)
 
@@ -814,7 +814,7 @@ def test_pickles_are_never_read(tmp_path):
         (gzip.compress(b"whatever", mtime=0), "holds no idx file"),
         (gzip.compress(bytes(257) + b"ustar", mtime=0), "Unpack it first"),
         (bytes(257) + b"ustar", "tar archive"),
-        (b"PK\x03\x04 no zip", "no zip file that can be read"),
+        (b"PK\x03\x04 no zip", "not a readable zip file"),
     ],
 )
 def test_foreign_files(tmp_path, data, match):

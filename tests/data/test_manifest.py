@@ -9,20 +9,25 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from made_images import encoded, picture, png, put, real_data, small_domain, zipped
 from PIL import Image
 
-import ratp
-from ratp.data import parallel
-from ratp.data.decode import decode
-from ratp.data.manifest import check_domain, describe, duplicates_between
-from ratp.data.manifest_file import manifest_from_json, manifest_to_json, read_manifest, write_manifest
-from ratp.data.parallel import decode_all
-from ratp.data.tree import open_tree
+from ratp._core.files import write_json
+from ratp.data.cache.manifest import (
+    check_domain,
+    describe,
+    duplicates_between,
+    manifest_from_json,
+    manifest_to_json,
+    read_manifest,
+)
+from ratp.data.decode import parallel
+from ratp.data.decode.decode import decode
+from ratp.data.decode.parallel import decode_all
+from ratp.data.read.tree import open_tree
 from ratp.errors import RatpError
 
 TROUBLED = {
@@ -135,14 +140,14 @@ class TestDuplicatesBetween:
 class TestDescription:
     def test_it_says_all_there_is_to_see(self, manifest):
         lines = describe(manifest)
-        assert lines[:2] == ["troubled: 12 images, 2 classes", "images a class: cat 4, dog 8"]
+        assert lines[:2] == ["troubled: 12 images, 2 classes", "images per class: cat 4, dog 8"]
         text = "\n".join(lines)
         for part in (
             "height 8 to 30, median 9, width 10 to 40, median 10",
             "converted: 16-bit 1, cmyk 1, greyscale 1",
-            "ignored: 1 ('notes.txt')",
+            "ignored, no image ending: 1 ('notes.txt')",
             "exact duplicates: 2, e.g. 'cat/0.png', 'dog/twin.png'",
-            "in two classes at once: 1",
+            "duplicates across classes: 1",
             "unusable: 3",
             "  cat/empty.jpg: empty (0 bytes)",
             f"hash: {manifest.hash}",
@@ -162,7 +167,7 @@ class TestDescription:
 
 class TestFile:
     def test_what_is_written_is_read(self, tmp_path, manifest):
-        write_manifest(tmp_path / "m.json", manifest)
+        write_json(tmp_path / "m.json", manifest_to_json(manifest))
         assert read_manifest(tmp_path / "m.json") == manifest
         assert read_manifest(tmp_path / "m.json").hash == manifest.hash
 
@@ -171,7 +176,7 @@ class TestFile:
         with open(os.fsencode(tmp_path) + b"/d/\xff.png", "wb") as file:
             file.write(png(1))
         manifest = check_domain(open_tree(tmp_path / "d"))
-        write_manifest(tmp_path / "m.json", manifest)
+        write_json(tmp_path / "m.json", manifest_to_json(manifest))
         assert read_manifest(tmp_path / "m.json") == manifest
 
     @pytest.mark.parametrize(
@@ -298,11 +303,9 @@ class TestProcesses:
 
     def test_they_load_neither_torch_nor_numpy(self):
         """Otherwise starting them takes longer than most domains."""
-        folder = Path(ratp.__file__).parent
         code = (
-            "import sys, types\n"
-            f"package = types.ModuleType('ratp'); package.__path__ = [{str(folder)!r}]; sys.modules['ratp'] = package\n"
-            "from ratp.data.worker import decode_one\n"
+            "import sys\n"
+            "from ratp.data.decode.worker import decode_one\n"
             f"assert decode_one({encoded(picture(), 'WEBP')!r}, (8, 8), None, 0).error is None\n"
             "assert not {'torch', 'numpy'} & sys.modules.keys(), 'too much'\n"
         )
@@ -315,5 +318,5 @@ def test_a_real_domain(tmp_path):
     manifest = check_domain(some, (32, 32), 2)
     assert manifest == check_domain(some, None, 1)
     assert not manifest.bad and manifest.heights == manifest.widths == (227, 227, 227)
-    write_manifest(tmp_path / "m.json", manifest)
+    write_json(tmp_path / "m.json", manifest_to_json(manifest))
     assert read_manifest(tmp_path / "m.json") == manifest

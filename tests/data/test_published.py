@@ -7,8 +7,8 @@ import os
 import pytest
 from made_images import png, put, zipped
 
-from ratp.data.published import Step, domains_in, import_published
-from ratp.data.sources import DOMAINNET_10
+from ratp.data.catalogue import DOMAINNET_10
+from ratp.data.catalogue.fetch import Step, domains_in, import_published
 from ratp.errors import RatpError
 
 

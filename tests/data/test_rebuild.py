@@ -14,12 +14,19 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+from ratp.data.catalogue.import_ import import_domain
+from ratp.data.catalogue.rebuild import (
+    build_mnist_m,
+    build_syn,
+    further_faces,
+    origin,
+    provenance,
+    syn_image,
+    writes_figures,
+)
 from ratp.data.contact_sheet import contact_sheet
-from ratp.data.drawing import faces
-from ratp.data.importers import import_domain
-from ratp.data.rebuild import build_mnist_m, build_syn, origin, provenance
-from ratp.data.syn import further_faces, syn_image, writes_figures
-from ratp.domain import LabelledDomain
+from ratp.data.demo.drawing import faces
+from ratp.data.domain import LabelledDomain
 from ratp.errors import RatpError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -225,10 +232,10 @@ def test_syn_has_numbers_of_one_to_three_figures_and_the_label_in_the_middle(mon
         counts.append(1 + bool(columns[: middle - half].any()) + bool(columns[middle + half :].any()))
         return row
 
-    from ratp.data import syn
+    from ratp.data.catalogue import rebuild
 
-    figure_row = syn.figure_row
-    monkeypatch.setattr(syn, "figure_row", counting)
+    figure_row = rebuild.figure_row
+    monkeypatch.setattr(rebuild, "figure_row", counting)
     typefaces = faces()
     for k in range(300):
         syn_image(np.random.default_rng(k), typefaces, k % 10)
@@ -236,6 +243,7 @@ def test_syn_has_numbers_of_one_to_three_figures_and_the_label_in_the_middle(mon
     assert shares.min() > 0.1
 
 
+@pytest.mark.slow
 def test_syn_can_be_told_apart():
     """Nearest class mean of blurred contrast, trained and tested on different images, beats chance by far."""
     typefaces = faces()

@@ -7,8 +7,8 @@ import os
 import pytest
 from made_images import closed, put, small_domain, zipped
 
-from ratp.data.survey import find_domains
-from ratp.data.tree import open_tree
+from ratp.data.read.layout import find_domains
+from ratp.data.read.tree import open_tree
 from ratp.errors import RatpError
 
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_images import closed, png, put, real_data, small_domain, zipped
 
-from ratp.data.archive import ArchiveLimits
-from ratp.data.decode import BadImage
-from ratp.data.tree import identity, open_tree, remarks_on
+from ratp.data.decode.pixels import BadImage
+from ratp.data.read.archive import ArchiveLimits
+from ratp.data.read.tree import identity, open_tree, remarks_on
 from ratp.errors import RatpError
 
 FILES = small_domain()
@@ -99,13 +99,13 @@ class TestLayout:
         files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **begun}
         for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
             assert names(tree) == ["cat/1.png"]
-            assert tree.passed_over == tuple(sorted([*meant, *begun]))
+            assert tree.unsupported == tuple(sorted([*meant, *begun]))
             (told,) = remarks_on(tree)
-            assert told.startswith("7 files are passed over, as ratp does not read them: without ending (2), ")
+            assert told.startswith("7 files skipped, unsupported format: without ending (2), ")
             assert ".heic (1)" in told
         files = {"cat/1.png": png(), "cat/2.heic": b""}
         (told,) = remarks_on(open_tree(put(tmp_path / "one", files)))
-        assert told.startswith("1 file is passed over, as ratp does not read it: .heic (1). ")
+        assert told.startswith("1 file skipped, unsupported format: .heic (1). ")
 
     @pytest.mark.parametrize("around", ["", "pics/"])
     def test_several_domains_are_not_taken_for_one(self, tmp_path, around):
@@ -124,14 +124,14 @@ class TestLayout:
         known = open_tree(folder, sure=True)
         assert known.classes == ("day", "night", "rain")
         (told,) = remarks_on(known)
-        assert "If 'day' is no class but a domain" in told
+        assert "If 'day' is not a class but a domain" in told
 
     def test_two_classes_of_many_condemn_no_others(self, tmp_path):
         files = [f"{name}/1.png" for name in "abcdefgh"]
         files += [f"{name}/{year}/1.png" for name in ("w", "x") for year in ("2019", "2020")]
         tree = open_tree(put(tmp_path, dict.fromkeys(files, png())))
         assert tree.classes == (*"abcdefgh", "w", "x")
-        assert "If 'w' is no class" in remarks_on(tree)[0]
+        assert "If 'w' is not a class" in remarks_on(tree)[0]
 
     def test_folders_of_several_sets_are_not_taken_for_one_domain(self, tmp_path):
         sets = {"digits": ("mnist", "usps"), "pets": ("photo", "sketch")}
@@ -458,12 +458,12 @@ class TestArchives:
         whole = zipped(tmp_path / "d.zip", FILES).read_bytes()
         for length in range(0, len(whole), 61):
             (tmp_path / "cut.zip").write_bytes(whole[:length])
-            with pytest.raises(RatpError, match=r"is damaged or no zip archive .* Download it or make it again"):
+            with pytest.raises(RatpError, match=r"is damaged or not a zip archive .* Download it or make it again"):
                 open_tree(tmp_path / "cut.zip")
 
     def test_what_is_not_an_archive(self, tmp_path):
         put(tmp_path, {"page.zip": b"<!doctype html><title>Not found</title>"})
-        with pytest.raises(RatpError, match="is damaged or no zip archive"):
+        with pytest.raises(RatpError, match="is damaged or not a zip archive"):
             open_tree(tmp_path / "page.zip")
 
 

@@ -7,6 +7,8 @@ import signal
 import pytest
 from warm import assert_same
 
+pytestmark = pytest.mark.slow
+
 CENTURY = 100 * 365.25 * 86_400
 
 

@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from warm import assert_same
 
+pytestmark = pytest.mark.slow
+
 WORDS = {"ENOSPC": "No space left on device", "EROFS": "Read-only file system", "EIO": "Input/output error"}
 
 

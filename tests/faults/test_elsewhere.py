@@ -7,11 +7,12 @@ import json
 import pytest
 
 from helpers import journal_of, ratp, toy_domains, toy_plan
-from ratp.events import StageFinished
-from ratp.files import read_json, write_json
-from ratp.record import read_run
-from ratp.run import Run
-from ratp.session import EnvironmentWarning
+from ratp._core.files import read_json, write_json
+from ratp.runs.events import StageFinished
+from ratp.runs.record import read_run
+from ratp.runs.run import EnvironmentWarning, Run
+
+pytestmark = pytest.mark.slow
 
 
 def plan():
@@ -44,7 +45,7 @@ def test_it_is_told_kept_and_reported(begun, tmp_path):
         (move,) = read_run(path).moves
         assert "device cuda → cpu" in move
     told = ratp("report", begun, "--out", tmp_path / "report")
-    assert "seed 2022: went on in another environment: device cuda → cpu" in " ".join(told.out.split())
+    assert "seed 2022: continued in another environment: device cuda → cpu" in " ".join(told.out.split())
 
 
 def test_nothing_is_told_where_nothing_changed(tmp_path):

@@ -12,12 +12,14 @@ from warm import attempt
 from helpers import CLASSES, TINY, toy_plan
 from own_images import encoded, picture
 from ratp.config import as_dict
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.stream import DataOptions
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
 from ratp.streams import STREAMS
-from ratp.study_file import read_study
+from ratp.streams.stream import DataOptions
+from ratp.studies.file import read_study
 from tiny_study import grid
+
+pytestmark = pytest.mark.slow
 
 SWITCHES = sorted({**as_dict(toy_plan().config), **as_dict(toy_plan().recipe)})
 VALUES = ["0", "-1", "1e400", "nan", "true", "null", "", " ", "[]", "1,2", "9" * 400, "画像", "\x00", "../..", "{}"]

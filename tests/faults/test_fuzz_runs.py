@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from warm import assert_same, attempt
 
 from helpers import files_of, toy_domains, toy_plan
+from ratp._core.files import read_tensors
 from ratp.errors import RatpError
-from ratp.events import Trained
-from ratp.files import read_tensors
-from ratp.record import read_run
-from ratp.run import Run
+from ratp.runs.events import Trained
+from ratp.runs.record import read_run
+from ratp.runs.run import Run
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = 50
 UNDER_WAY = (
@@ -82,10 +84,10 @@ def damaged_copy(folder, tmp_path_factory, name, damage):
 
 @pytest.mark.faults(2, "any damage to any file of a run is noticed by its hash, or makes no difference to the result")
 @pytest.mark.filterwarnings(
-    "ignore::ratp.session.EnvironmentWarning"
+    "ignore::ratp.runs.run.EnvironmentWarning"
 )  # the file that tells of it may be the damaged one
-@pytest.mark.filterwarnings("ignore::ratp.states.StateWarning")
-@pytest.mark.filterwarnings("ignore::ratp.session.JournalWarning")
+@pytest.mark.filterwarnings("ignore::ratp.runs.states.StateWarning")
+@pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(UNDER_WAY), damage=damages())
 def test_going_on(runs, tmp_path_factory, name, damage):
@@ -99,7 +101,7 @@ def test_going_on(runs, tmp_path_factory, name, damage):
 
 
 @pytest.mark.faults(6, "damaged weights are refused by their hash, and the run they are of writes them again")
-@pytest.mark.filterwarnings("ignore::ratp.session.JournalWarning")
+@pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(FINISHED), damage=damages())
 def test_reading(runs, tmp_path_factory, name, damage):

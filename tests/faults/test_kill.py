@@ -13,6 +13,8 @@ from warm import assert_same
 from helpers import QUICK, TINY, accuracy_of, journal_of
 from ratp.methods import METHODS
 
+pytestmark = pytest.mark.slow
+
 KILLED = -signal.SIGKILL
 SIZES = {"epochs": 1, "steps": 3}
 
@@ -52,7 +54,7 @@ def test_and_its_state_damaged(warm, command, untouched, kind, tmp_path):
     ended = warm.run(*command, "--quiet", "--out", folder)
     assert ended.code == 0, ended
     (line,) = ended.err.splitlines()
-    assert line.startswith(f"note: {state} is ") and "goes on from state-before.safetensors, after 1 of 3" in line
+    assert line.startswith(f"note: {state} is ") and "resumes from state-before.safetensors, after 1 of 3" in line
     assert_same(untouched.folder, folder)
     assert len(journal_of(folder, "state_lost")) == 1
 

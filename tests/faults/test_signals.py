@@ -15,6 +15,8 @@ from warm import assert_same
 
 from helpers import journal_of
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 60.0
 WAYS = {
     "module": ["-m", "ratp"],
@@ -39,7 +41,7 @@ def test_in_the_middle_of_a_stage(warm, command, untouched, number, tmp_path):
     process.kill(number)
     ended = process.wait()
     assert ended.code == 128 + number, ended
-    assert "Interrupted. The same command goes on where it was." in ended.err and "Traceback" not in ended.err
+    assert "Interrupted. The same command continues from there." in ended.err and "Traceback" not in ended.err
     assert (folder / "checkpoint.safetensors").exists()
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
@@ -84,7 +86,7 @@ def test_to_the_whole_group(devices, command, tmp_path):
         process.kill()
         process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert said.endswith("Interrupted. The same command goes on where it was.\n") and "Traceback" not in said
+    assert said.endswith("Interrupted. The same command continues from there.\n") and "Traceback" not in said
     assert len(list(tmp_path.glob("*/checkpoint.safetensors"))) == 2
 
 
@@ -112,16 +114,16 @@ def test_while_it_is_imported(way, command, tmp_path):
         moments.append((process.returncode, said))
         assert process.returncode in (-number, 128 + number, 0), moments
         assert "Traceback" not in said and "KeyboardInterrupt" not in said, moments
-    assert moments[0] == (-signal.SIGINT, ""), moments
+    assert moments[0] in ((-signal.SIGINT, ""), (128 + signal.SIGINT, "")), moments
 
 
 def test_what_runs_in_the_background_is_not_stopped():
     """Shells have it ignore Ctrl-C."""
-    words = [sys.executable, *WAYS["module"], "--version"]
+    words = [sys.executable, *WAYS["module"], "methods", "show", "ratp"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ignoring = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({words[0]!r}, {words!r})"
     with subprocess.Popen([sys.executable, "-c", ignoring], env=environment, stdout=subprocess.PIPE) as process:
         wait_for(process, "torch")
         process.send_signal(signal.SIGINT)
-        assert process.stdout.read().startswith(b"ratp ")
+        assert b"RandMix" in process.stdout.read()
     assert process.returncode == 0

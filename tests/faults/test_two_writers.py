@@ -10,7 +10,9 @@ import time
 import pytest
 from warm import assert_same
 
-from ratp.lock import LOCK_FILE
+from ratp._core.locks import LOCK_FILE
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.faults(17, "the second process in a folder is told who holds it; a killed one holds nothing")
@@ -30,7 +32,7 @@ def test_the_second_is_told_who_holds_it(warm, command, untouched, tmp_path):
     assert re.search(rf"^error: .*run is in use by {holder}.*--out", second.err), second
     assert str(first.pid) in (folder / LOCK_FILE).read_text()  # left behind, and no hindrance
     other = warm.run(*command, "--quiet", "--out", folder)
-    assert other.code == 2 and "epochs: 400 there, 4 asked for" in other.err
+    assert other.code == 2 and "epochs: 400 there, 4 requested" in other.err
     for item in folder.iterdir():
         if item.name != LOCK_FILE:
             item.unlink()

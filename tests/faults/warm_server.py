@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 import helpers
-import ratp.report.terminal  # noqa: F401  (imported late by the command line)
+import ratp.reports.tables  # noqa: F401  (imported late by the command line)
 from ratp.cli.main import main
-from ratp.run import Run
+from ratp.runs.run import Run
 
 WRITES = os.O_WRONLY | os.O_RDWR
 CHANGES = ("os.link", "os.rename", "os.remove", "os.truncate", "os.mkdir")

@@ -12,15 +12,14 @@ import pytest
 from rich.console import Console
 
 from helpers import ratp
-from ratp.data.manifest_file import read_manifest
+from ratp._core.locks import LOCK_FILE, exclusive
+from ratp.data.cache.manifest import read_manifest
 from ratp.errors import RatpError
-from ratp.lock import LOCK_FILE, exclusive
-from ratp.record import read_run
-from ratp.report.latex import latex_report
-from ratp.report.page import page_html
-from ratp.report.summary import group_runs, sections
-from ratp.report.tables import csv_report, markdown_report
-from ratp.report.terminal import print_report
+from ratp.reports.markup import csv_report, latex_report, markdown_report
+from ratp.reports.page import page_html
+from ratp.reports.summary import group_runs, sections
+from ratp.reports.tables import print_report
+from ratp.runs.record import read_run
 from tiny_study import grid, study_file
 
 NESTED = 100_000

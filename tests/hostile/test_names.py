@@ -14,8 +14,8 @@ from rich.text import Text
 from helpers import ratp
 from own_images import OPTIONS, images, put, zipped
 from ratp.cli.console import PlainConsole, stdout
-from ratp.notes import Note, harmless, print_plainly
-from ratp.record import read_run
+from ratp.errors import Note, print_plainly, printable
+from ratp.runs.record import read_run
 from tiny_study import grid, study_file
 
 TAG = "<script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -52,7 +52,7 @@ def test_classes_domains_and_files_of_own_images(here):
     assert shown.code == 0, shown
     reported = ratp("report", "out", "--out", "report")
     for text in (shown.out, shown.err, reported.out, reported.err):
-        assert text == harmless(text)
+        assert text == printable(text)
     page = (here / "report" / "index.html").read_text()
     assert_no_markup(page)
     assert "\x1b" not in page
@@ -76,13 +76,15 @@ def test_all_texts_of_a_run(run, here):
     assert read_run(run).method == TAG
     result = ratp("report", "run", "--out", "report", "--export", "results")
     assert result.code == 0, result
-    assert result.out == harmless(result.out)
+    assert result.out == printable(result.out)
     assert_no_markup((here / "report" / "index.html").read_text())
     assert "<script" not in (here / "report" / "report.md").read_text()
     assert len(list((here / "results").iterdir())) == 1
 
 
-@pytest.mark.parametrize("title", [TAG, "../../outside", "[bold]x[/bold]"])
+@pytest.mark.parametrize(
+    "title", [TAG, *(pytest.param(title, marks=pytest.mark.slow) for title in ("../../outside", "[bold]x[/bold]"))]
+)
 def test_the_title_of_a_study(title, here):
     file = study_file(here, grid('methods = ["source-only"]'), title=title)
     for words in (("status", file), ("run", file, "--quiet", "--jobs", "1"), ("status", file)):
@@ -104,7 +106,7 @@ def test_a_console_gives_names_no_say(words):
     for item in (words, Text(words), table):
         console.print(item)
     assert "red" in file.getvalue() or "lines" in file.getvalue()
-    assert file.getvalue() == harmless(file.getvalue())
+    assert file.getvalue() == printable(file.getvalue())
 
 
 def test_it_still_has_colours_of_its_own():
@@ -124,7 +126,7 @@ def test_a_warning_gives_names_no_say(monkeypatch):
     print_plainly()
     said = warnings.formatwarning(Note(f"a class is called {ORDERS}"), Note, "file.py", 1)
     assert said.startswith("note: a class is called ")
-    assert said == harmless(said)
+    assert said == printable(said)
 
 
 OPENED = (

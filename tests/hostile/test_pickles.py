@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers import ratp
+from ratp._core.files import read_tensors
 from ratp.errors import RatpError
-from ratp.files import read_tensors
 
 
 class Hostile:

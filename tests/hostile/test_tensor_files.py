@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from helpers import ratp
+from ratp._core.files import FEATURES, read_tensors, write_tensors
 from ratp.errors import RatpError
-from ratp.files import read_tensors, write_tensors
-from ratp.report.page import PictureWarning
-from ratp.schema import FEATURES
+from ratp.reports.page import PictureWarning
 
 ONE = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
@@ -85,7 +84,7 @@ def test_what_is_none_of_ours_is_refused_by_its_contents(data, here, refused):
     refused("import-weights", "in.safetensors", "out.safetensors", told=["in.safetensors"])
 
 
-@pytest.mark.filterwarnings("ignore::ratp.weights.PartWarning")
+@pytest.mark.filterwarnings("ignore::ratp.networks.weights.PartWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_state_of_no_numbers(value, run):
     """It was not this run that wrote it, for that one refuses to; its hash is right all the same."""

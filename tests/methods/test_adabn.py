@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import same_tensors, toy_domain, toy_method, toy_plan
-from ratp.parts.batch_norm import batch_norms, by_batch
+from ratp.functional.norm import batch_norms, by_batch
 
 
 def built(**changes):

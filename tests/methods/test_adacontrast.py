@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from helpers import CLASSES, all_finite, same_tensors, toy_domain, toy_method, toy_plan
+from ratp._core.environment import Randomness
 from ratp.errors import ConfigError
-from ratp.method import Setting
+from ratp.functional.losses import mean_prediction_entropy
+from ratp.functional.norm import batch_norms, by_batch
 from ratp.methods import adacontrast
-from ratp.methods.adacontrast import AdaContrast, AdaContrastConfig
-from ratp.parts.adacontrast import contrast_logits, contrast_loss, neighbour_mean
-from ratp.parts.batch_norm import batch_norms, by_batch
-from ratp.parts.information import mean_prediction_entropy
-from ratp.plan import resolve
-from ratp.randomness import Randomness
-from ratp.request import RunRequest
-from ratp.training import look
+from ratp.methods.adacontrast import AdaContrast, AdaContrastConfig, contrast_logits, contrast_loss, neighbour_mean
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.training.method import Setting
+from ratp.training.phases import embed_all
 
 FEW = {"queue": 20}
 PLAIN_SGD = {"sgd.momentum": 0.0, "sgd.nesterov": False, "sgd.weight_decay": 0.0, "rate": 0.1}
@@ -41,6 +40,7 @@ def copied(module):
 def one_step(method, target):
     """The phase of a target after its first step."""
     (phase,) = method.target_phases(target)
+    phase.begin()
     phase.begin_epoch(0)
     phase.step()
     return phase
@@ -77,7 +77,7 @@ def test_a_step_by_hand(replay):
     network, config = deepcopy(method.network), method.config
     images = batches_of(method, target)[0]
     bank_order = torch.randperm(len(target), generator=method.setting.randomness.generator("bank", 1))
-    points, predictions = look(network, method.setting, target.images[bank_order])
+    points, predictions = embed_all(network, method.setting, target.images[bank_order])
     points = F.normalize(points, dim=1)
     changes = method.setting.generator("views", 1)
     weak, query, key = (method.scaling.unit(v(images, changes)) for v in (method._weak, method._strong, method._strong))
@@ -120,6 +120,7 @@ class TestMomentum:
         method, (target, _) = built(momentum=0.9)
         source = copied(method.network)
         (phase,) = method.target_phases(target)
+        phase.begin()
         phase.begin_epoch(0)
         phase.step()
         for name, parameter in method.slow.named_parameters():
@@ -168,6 +169,7 @@ class TestQueue:
         (phase,) = method.target_phases(targets[1])
         assert method.queue.pointer == 0
         assert same_tensors(method.slow.state_dict(), network)
+        phase.begin()
         phase.begin_epoch(0)
         phase.step()
         assert method.queue.pointer == 8
@@ -178,6 +180,7 @@ class TestBank:
         for size, expected in ((100, 32), (10, 10)):
             method, (target, _) = built(bank=size)
             (phase,) = method.target_phases(target)
+            phase.begin()
             phase.begin_epoch(0)
             points, predictions = method.bank.rows
             assert len(points) == len(predictions) == expected
@@ -194,6 +197,7 @@ class TestBank:
         """All of one class in the bank: all of that class."""
         method, (target, _) = built(neighbours=3)
         (phase,) = method.target_phases(target)
+        phase.begin()
         phase.begin_epoch(0)
         method.bank.columns[1].copy_(torch.tensor([0.1, 0.1, 0.7, 0.1]))
         logits = method.observe(target.images[:8])
@@ -230,6 +234,7 @@ class TestPass:
     def test_the_rate_falls_over_the_pass(self):
         method, (target, _) = built()
         (phase,) = method.target_phases(target)
+        phase.begin()
         phase.begin_epoch(0)
         rates = []
         for _ in range(phase.steps):

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_method, toy_plan
-from ratp.methods.aucid import best_of_classes
-from ratp.parts.mixture import fit_mixture
-from ratp.parts.sliced_wasserstein import sliced_wasserstein
-from ratp.training import look
-from test_capture import ReadBack
+from ratp.methods.aucid import best_of_classes, fit_mixture, sliced_wasserstein
+from ratp.training.phases import embed_all
+from read_back import ReadBack
 
 NAME = "aucid"
 LEARNING = {**checks.LEARNING, "lr": 0.05, "epochs": 8}
@@ -37,7 +35,7 @@ class TestExemplars:
 
     def test_of_the_source_they_are_the_surest_of_each_class(self):
         method, source, _ = after_source(**LEARNING)
-        embedding, probabilities = look(method.network, method.setting, source.images)
+        embedding, probabilities = embed_all(method.network, method.setting, source.images)
         right = probabilities.argmax(dim=1) == source.labels
         quota = TINY["memory"] // 4
         certainty = method.mixture.certainty(embedding).masked_fill(~right, -torch.inf)
@@ -62,7 +60,7 @@ class TestExemplars:
 class TestMixture:
     def test_on_the_source_it_is_fitted_to_what_is_classified_right(self):
         method, source, _ = after_source(**LEARNING)
-        embedding, probabilities = look(method.network, method.setting, source.images)
+        embedding, probabilities = embed_all(method.network, method.setting, source.images)
         right = probabilities.argmax(dim=1) == source.labels
         assert right.any()
         expected = fit_mixture(embedding[right], source.labels[right], 4, 1e-3)
@@ -73,7 +71,7 @@ class TestMixture:
         before = method.mixture
         (phase,) = method.target_phases(targets[0])
         record = checks.run_out([phase])[-1]
-        embedding, probabilities = look(method.network, method.setting, targets[0].images)
+        embedding, probabilities = embed_all(method.network, method.setting, targets[0].images)
         confidence, predicted = probabilities.max(dim=1)
         sure = confidence > 0.5
         assert record["confident"] == pytest.approx(sure.float().mean().item())
@@ -110,6 +108,7 @@ class TestStep:
         for _ in range(2):
             method, _, targets = after_source(**LEARNING, **changes)
             (phase,) = method.target_phases(targets[0])
+            phase.begin()
             phase.begin_epoch(0)
             phases.append((method, phase))
         return phases
@@ -150,6 +149,7 @@ class TestStep:
             method, _, targets = after_source(**LEARNING, replay=replay, **{"target_transform.flip": 0.5})
             (phase,) = method.target_phases(targets[0])
             assert phase.captures
+            phase.begin()
             phase.begin_epoch(0)
             phase.step()
             before = [generator.get_state() for generator in phase.generators]
@@ -179,6 +179,7 @@ def test_with_neither_mixture_nor_memory_nothing_happens():
     method.mixture = fit_mixture(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64), 4, 1e-3)
     before = checks.copy(method.network.state_dict())
     (phase,) = method.target_phases(targets[0])
+    phase.begin()
     phase.begin_epoch(0)
     assert phase.step() == {"total": 0}
     parameters = dict(method.network.named_parameters())

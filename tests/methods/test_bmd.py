@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import toy_plan
+from ratp.functional.norm import BatchNorm1d, BatchNorm2d, affine_parameters
+from ratp.functional.optim import SGDConfig
 from ratp.methods.bmd import dynamic_loss
-from ratp.parts.batch_norm import BatchNorm1d, BatchNorm2d, affine_parameters
-from ratp.parts.sgd import SGDConfig
 
 NAME = "bmd"
 
@@ -18,6 +18,7 @@ def begun(**changes):
     method, source, targets = checks.built(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
+    phase.begin()
     phase.begin_epoch(0)
     return method, phase
 
@@ -98,7 +99,7 @@ def test_the_dynamic_loss_is_symmetric_and_finite():
 def test_replayed_images_have_no_dynamic_label():
     method, phase = begun()
     phase.begin_epoch(1)
-    batch = phase._batches.draw(8)
+    batch = phase.batches.draw(8)
     output = method.network.eval()(batch.images)
     none = batch._replace(replayed=torch.ones(8, dtype=torch.bool))
     assert phase.losses(none, output)["dynamic"] == 0

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.errors import ConfigError
-from ratp.parts.batch_norm import batch_norms, by_batch
-from ratp.parts.cotta import teacher_loss
-from ratp.parts.cotta_views import CoTTAView
-from ratp.plan import resolve
-from ratp.request import RunRequest
+from ratp.functional.norm import batch_norms, by_batch
+from ratp.methods.cotta import CoTTAView, teacher_loss
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
 
 FEW = {"views": 3}
 PLAIN_SGD = {"step.optimiser": "sgd", "step.rate": 0.1, "step.momentum": 0.0, "nesterov": False}
@@ -84,6 +83,7 @@ class TestTarget:
         for threshold, share in ((0.0, 0.0), (1.0, 1.0)):
             method, (target, _) = built(threshold=threshold)
             (phase,) = method.target_phases(target)
+            phase.begin()
             phase.begin_epoch(0)
             for _ in range(phase.steps):
                 phase.step()
@@ -252,6 +252,7 @@ class TestState:
         phase, (target, _) = built()
         by_hand, _ = built()
         (single,) = phase.target_phases(target)
+        single.begin()
         single.begin_epoch(0)
         for _ in range(single.steps):
             single.step()

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
+from ratp.functional.losses import logit_entropy
+from ratp.functional.norm import affine_parameters, by_batch
 from ratp.methods.eata import distance, select, weighted_entropy
-from ratp.parts.batch_norm import affine_parameters, by_batch
-from ratp.parts.information import logit_entropy
-from ratp.plan import resolve
-from ratp.request import RunRequest
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
 
 LIKE_TENT = {"margin": 2.0, "similarity": 2.0, "weighted": False, "fisher_weight": 0.0}
 
@@ -174,6 +174,7 @@ class TestNothingKept:
     def test_the_record_says_so(self):
         method, (target, _) = built(margin=0.0)
         (phase,) = method.target_phases(target)
+        phase.begin()
         phase.begin_epoch(0)
         for _ in range(phase.steps):
             phase.step()

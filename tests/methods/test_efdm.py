@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.errors import ConfigError
-from ratp.parts.efdm import ExactMixing
+from ratp.methods.efdm import ExactMixing
 
 
 def built(**changes):
@@ -58,6 +58,7 @@ def test_on_the_source_styles_are_those_of_the_batch_and_on_targets_those_of_the
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     assert [layer.styles for layer in method.layers] == ["second half"] * 2
+    phase.begin()
     phase.begin_epoch(0)
     assert phase.step().keys() == {"total", "ce", "replay"}
     assert not phase.batches.draw(200).replayed.any()
@@ -70,6 +71,7 @@ def test_a_target_step_is_the_cross_entropy_of_images_and_exemplars():
         method, source, targets = built(probability=0, memory_weight=0.5)
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         phase.begin_epoch(0)
         outcomes.append((method, phase))
     (_, phase), (twin, other) = outcomes
@@ -99,6 +101,7 @@ def test_without_a_memory_styles_come_from_the_batch():
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     assert [layer.styles for layer in method.layers] == ["batch"] * 2
+    phase.begin()
     phase.begin_epoch(0)
     assert phase.step().keys() == {"total", "ce"}
 

@@ -10,14 +10,12 @@ import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_plan
-from ratp.domain import LabelledDomain
-from ratp.method import Setting
-from ratp.methods.gsfda import GSFDA
-from ratp.parts.domain_attention import annealed_scale, domain_masks, used_elsewhere
-from ratp.parts.information import entropy
-from ratp.parts.neighbourhood import Bank, disagreement
-from ratp.randomness import Randomness
-from ratp.run import Run
+from ratp._core.environment import Randomness
+from ratp.data.domain import LabelledDomain
+from ratp.functional.losses import entropy
+from ratp.methods.gsfda import GSFDA, Bank, annealed_scale, disagreement, domain_masks, used_elsewhere
+from ratp.runs.run import Run
+from ratp.training.method import Setting
 
 NAME = "gsfda"
 
@@ -27,6 +25,7 @@ def begun(**changes):
     method, source, targets = checks.built(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
+    phase.begin()
     phase.begin_epoch(0)
     return method, phase
 
@@ -44,8 +43,9 @@ class TestSource:
         twin, _, _ = checks.built(NAME)
         (other,) = twin.source_phases(source)
         for p in (phase, other):
+            p.begin()
             p.begin_epoch(0)
-        batch = other._batches.draw(TINY["batch"])
+        batch = other.batches.draw(TINY["batch"])
         with twin.gate.unmasked():
             z = twin.network.train()(batch.images).embedding
         masks = domain_masks(twin.gate.domains, 1 / 100)
@@ -88,9 +88,9 @@ class TestSource:
 class TestTarget:
     def test_a_step_is_agreement_with_neighbours_and_diversity(self):
         (_, phase), (twin, other) = begun(replay="none"), begun(replay="none")
-        batch = other._batches.draw(TINY["batch"])
+        batch = other.batches.draw(TINY["batch"])
         with torch.no_grad():
-            z = twin.network.eval()(twin.scaling(other._batches.images))
+            z = twin.network.eval()(twin.scaling(other.batches.images))
             bank = Bank(z.embedding, z.logits.log_softmax(dim=1))
         output = twin.network.train()(batch.images)
         logs = output.logits.log_softmax(dim=1)
@@ -121,7 +121,7 @@ class TestTarget:
 
     def test_exemplars_have_their_labels_and_are_not_in_the_bank(self):
         method, phase = begun()
-        batch = phase._batches.draw(8)
+        batch = phase.batches.draw(8)
         logs = method.network(batch.images).logits.log_softmax(dim=1)
         near = torch.zeros(8, 3, 4)
         none = phase._losses(batch._replace(replayed=torch.zeros(8, dtype=torch.bool)), logs, near, None)
@@ -138,6 +138,7 @@ class TestTarget:
         settle_masks(method, [[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
         before = checks.copy(method.network.state_dict())
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         record = phase.begin_epoch(0)
         assert record["free_channels"] == pytest.approx(2 / 6)
         for _ in range(4):
@@ -158,6 +159,7 @@ class TestTarget:
             with torch.no_grad():
                 method.gate.domains.copy_(torch.stack([torch.full((6,), other), torch.ones(6)]))
             (phase,) = method.target_phases(targets[0])
+            phase.begin()
             phase.begin_epoch(0)
             before = method.network.prototypes.detach().clone()
             phase.step()
@@ -201,11 +203,11 @@ class TestMasks:
     def test_all_domains_are_predicted_with_the_latest_unless_told(self):
         method, source, targets = checks.built(NAME)
         method.fit_source(source)
-        assert torch.equal(method.predict(source.images), method.predict_as(source.images, 0))
+        assert torch.equal(method.predict(source.images), method.predict_for_domain(source.images, 0))
         method.adapt(targets[0])
         latest = method.predict(source.images)
-        assert torch.equal(latest, method.predict_as(source.images, 1))
-        oracle = method.predict_as(source.images, 0)
+        assert torch.equal(latest, method.predict_for_domain(source.images, 1))
+        oracle = method.predict_for_domain(source.images, 0)
         assert not torch.equal(oracle, latest)
         assert torch.equal(method.predict(source.images), latest)
         network = method.network.eval()
@@ -223,7 +225,7 @@ class TestMasks:
             assert end["accuracy_as_told"][end["domain"]] == end["accuracy"][end["domain"]]
         tests = dict(zip(names, run.stream.tests, strict=True))
         for stage, name in enumerate(names):
-            right = run.method.predict_as(tests[name].images, stage).argmax(dim=1) == tests[name].labels
+            right = run.method.predict_for_domain(tests[name].images, stage).argmax(dim=1) == tests[name].labels
             assert ends[-1]["accuracy_as_told"][name] == pytest.approx(100 * right.float().mean().item())
 
     def test_a_stage_that_is_undone_has_no_mask_and_others_keep_theirs(self, tmp_path):
@@ -238,13 +240,14 @@ class TestMasks:
         assert len(learnt) > 1 and list(ends[-1]["accuracy_as_told"]) == learnt
         tests = dict(zip(run.stream.order, run.stream.tests, strict=True))
         for stage, name in enumerate(learnt):
-            right = run.method.predict_as(tests[name].images, stage).argmax(dim=1) == tests[name].labels
+            right = run.method.predict_for_domain(tests[name].images, stage).argmax(dim=1) == tests[name].labels
             assert ends[-1]["accuracy_as_told"][name] == pytest.approx(100 * right.float().mean().item())
 
     def test_one_slot_leaves_everything_free(self):
         method, source, targets = checks.built(NAME, slots=1)
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         assert phase.begin_epoch(0)["free_channels"] == 1
         assert used_elsewhere(domain_masks(method.gate.domains), 0).sum() == 0
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import TINY, all_finite, same_tensors, toy_method, toy_plan
-from ratp.backbones import ChannelDropout
 from ratp.errors import ConfigError
-from ratp.parts.information import entropy
-from ratp.parts.neighbourhood import disagreement
-from test_capture import ReadBack
+from ratp.functional.losses import entropy
+from ratp.methods.gsfda import disagreement
+from ratp.networks.backbones import ChannelDropout
+from read_back import ReadBack
 
 NAME = "gsfda"
 RANDMIX = {"augment": True, "randmix.kernel_sizes": "3,5", "r_con": 0.25}  # of four classes: all images
@@ -23,6 +23,7 @@ def begun(**changes):
     method, source, targets = checks.built(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
+    phase.begin()
     phase.begin_epoch(0)
     return method, phase
 
@@ -42,6 +43,7 @@ def test_it_is_off_by_default_and_then_costs_nothing():
 def test_source_images_all_have_copies():
     method, source, _ = checks.built(NAME, **RANDMIX)
     (phase,) = method.source_phases(source)
+    phase.begin()
     phase.begin_epoch(0)
     seen = []
     method.network.backbone.register_forward_hook(lambda module, given, output: seen.append(len(output)))
@@ -51,7 +53,7 @@ def test_source_images_all_have_copies():
 
 def test_confident_target_images_have_copies_that_learn_from_the_same_neighbours():
     method, phase = begun(**RANDMIX)
-    batch = phase._batches.draw(TINY["batch"])
+    batch = phase.batches.draw(TINY["batch"])
     with torch.no_grad():
         confidence = method.network.eval()(batch.images).logits.softmax(dim=1).amax(dim=1)
     phase._copies._r_con = confidence.median().item()
@@ -90,6 +92,7 @@ def test_without_confident_images_it_is_the_step_without_copies():
             if isinstance(module, ChannelDropout):
                 module.probability = 0.0
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         phase.begin_epoch(0)
         steps.append(phase.step())
     assert steps[1].pop("confident") == 0
@@ -117,6 +120,7 @@ def test_its_steps_can_be_captured():
         phases += method.target_phases(targets[0])
         for phase in phases:
             assert phase.captures
+            phase.begin()
             phase.begin_epoch(0)
             phase.step()
             chance = torch.random.get_rng_state()

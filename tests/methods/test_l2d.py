@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from helpers import TINY, all_finite, same_tensors, tensors_of, toy_domain, toy_method, toy_plan
 from ratp.errors import ConfigError
-from ratp.parts.club import misfit
-from ratp.parts.scl import supervised_contrastive
-from ratp.parts.shot_labels import shot_labels
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.run import Run
-from test_capture import ReadBack
+from ratp.functional.losses import supervised_contrastive
+from ratp.functional.pseudo_labels import shot_labels
+from ratp.methods.l2d import misfit
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
+from read_back import ReadBack
 
 
 def built(domains=None, **changes):
@@ -36,6 +36,7 @@ def started(**changes):
     """A method on its source, and the phase about to make its first step."""
     method, source, _ = built(**changes)
     (phase,) = method.source_phases(source)
+    phase.begin()
     phase.begin_epoch(0)
     method.network.train()
     return method, phase
@@ -124,6 +125,7 @@ class TestStages:
         method.fit_source(source)
         before = copied(method.state())
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         assert phase.begin_epoch(0).keys() >= {"lr", "labels_changed", "labels_as_predicted"}
         with torch.no_grad():
             output = method.network.eval()(method.scaling(targets[0].images))
@@ -166,6 +168,7 @@ class TestStages:
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
         assert phase.captures
+        phase.begin()
         phase.begin_epoch(0)
         phase.step()
         before = [generator.get_state() for generator in phase.generators]
@@ -198,6 +201,7 @@ def test_an_interrupted_run_ends_like_an_undisturbed_one(events, tmp_path):
     assert same_tensors(tensors_of(tmp_path / "run"), tensors_of(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_large_network_in_low_precision_gives_numbers():
     changes = {"network.backbone": "resnet18", "network.width": 1, "batch": 4, "steps": 1, "epochs": 2}
     plan = replace(toy_plan("l2d", changes=changes), weights_from="none", precision="bf16")
@@ -207,6 +211,7 @@ def test_a_large_network_in_low_precision_gives_numbers():
     assert all_finite(method.state())
 
 
+@pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.2, "network.hidden": 32, "network.dim": 16, "epochs": 4, "steps": 10, "batch": 16}
     method, source, targets = built(**sizes, lr=0.01, kernel_sizes="3,5")

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY, same_tensors, toy_domain, toy_method, toy_plan
+from ratp.functional.losses import proxy_contrastive
+from ratp.functional.pseudo_labels import shot_labels
 from ratp.methods.pcl import Projections
-from ratp.parts.pcl import proxy_contrastive
-from ratp.parts.shot_labels import shot_labels
 
 
 def built(**changes):
@@ -70,9 +70,11 @@ class TestProjections:
 def test_a_step_is_cross_entropy_and_the_weighted_loss():
     method, source, _ = built(weight=0.5)
     (phase,) = method.source_phases(source)
+    phase.begin()
     phase.begin_epoch(0)
     twin, _, _ = built(weight=0.5)
     (other,) = twin.source_phases(source)
+    other.begin()
     other.begin_epoch(0)
     batch = other.batches.draw(TINY["batch"])
     output = twin.network.train()(batch.images)
@@ -95,6 +97,7 @@ def test_targets_are_learnt_by_shots_labels_and_everything_trains():
     method.fit_source(source)
     before = copied(method.network.state_dict())
     (phase,) = method.target_phases(targets[0])
+    phase.begin()
     record = phase.begin_epoch(0)
     assert record.keys() >= {"lr", "labels_changed", "labels_as_predicted", "smallest_class", "largest_class"}
     with torch.no_grad():
@@ -117,6 +120,7 @@ def test_the_memory_is_in_the_batches(replay, some):
     assert not phase.batches.draw(200).replayed.any()
 
 
+@pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.25, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 32}
     method, source, targets = built(**sizes, lr=0.03)

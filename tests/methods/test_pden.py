@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY, all_finite, same_tensors, tensors_of, toy_domain, toy_method, toy_plan
-from ratp.methods.pden import Stretch, stretches
-from ratp.parts.image_generator import NOISE_DIM, diversity
-from ratp.parts.instance_contrast import instance_contrastive
-from ratp.parts.shot_labels import shot_labels
-from ratp.phase import train
-from ratp.run import Run
-from test_capture import ReadBack
+from ratp.functional.pseudo_labels import shot_labels
+from ratp.methods.pden import NOISE_DIM, Stretch, diversity, instance_contrastive, stretches
+from ratp.runs.run import Run
+from ratp.training.phase import train
+from read_back import ReadBack
 
 FEW = {"epochs": 6, "steps": 1, "source_generators": 2}
 
@@ -87,6 +85,7 @@ class TestPool:
     def test_a_learning_generator_changes_and_so_does_its_way_back(self):
         method, source, _ = built(**FEW)
         phase, *_ = method.source_phases(source)
+        phase.begin()
         phase.begin_epoch(0)
         parts = phase.stage._generator, phase.stage._back
         before = [copied(part.state_dict()) for part in parts]
@@ -126,6 +125,7 @@ class TestStep:
         method, source, _ = built(**FEW, **changes)
         phases = method.source_phases(source)
         run_out(phases[:which])
+        phases[which].begin()
         phases[which].begin_epoch(0)
         method.network.train()
         return method, phases[which]
@@ -225,6 +225,7 @@ class TestStep:
                 method.network.to(memory_format=torch.channels_last).channels_last = True
             layouts = set()
             for phase in method.source_phases(source)[:3]:  # the last of them with an earlier generator
+                phase.begin()
                 phase.begin_epoch(0)
                 for layer in (*phase.stage._generator.layers, *phase.stage._back.layers):
                     layer.register_forward_hook(
@@ -254,6 +255,7 @@ class TestStep:
         method.fit_source(source)
         for phase in method.target_phases(targets[0]):
             assert phase.captures
+            phase.begin()
             phase.begin_epoch(0)
             phase.step()
             before = [generator.get_state() for generator in phase.generators]
@@ -270,6 +272,7 @@ class TestStages:
         method.fit_source(source)
         before = copied(method.state())
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         assert phase.begin_epoch(0).keys() >= {"lr", "labels_changed", "labels_as_predicted"}
         with torch.no_grad():
             output = method.network.eval()(method.scaling(targets[0].images))
@@ -322,6 +325,7 @@ def test_an_interrupted_run_ends_like_an_undisturbed_one(events, tmp_path):
     assert same_tensors(tensors_of(tmp_path / "run"), tensors_of(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_large_network_in_low_precision_gives_numbers():
     changes = {"network.backbone": "resnet18", "network.width": 1, "batch": 4, "steps": 1, "epochs": 2}
     plan = replace(toy_plan("pden", changes=changes), weights_from="none", precision="bf16")
@@ -332,6 +336,7 @@ def test_a_large_network_in_low_precision_gives_numbers():
     assert all_finite(method.state())
 
 
+@pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.2, "network.hidden": 32, "network.dim": 16, "epochs": 3, "steps": 8, "batch": 8}
     method, source, targets = built(**sizes, lr=0.03, source_generators=2)

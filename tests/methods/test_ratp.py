@@ -12,9 +12,9 @@ import ratp.methods.ratp as module
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_method, toy_plan
 from ratp.config import as_dict, switches
 from ratp.errors import ConfigError
+from ratp.functional.pseudo_labels import PseudoLabels
 from ratp.methods.ratp import RaTPConfig
-from ratp.parts.t2pl import PseudoLabels
-from ratp.run import Run
+from ratp.runs.run import Run
 
 BATCH = TINY["batch"]
 
@@ -40,6 +40,7 @@ def start(method, domain):
     """The phase on a domain, its first epoch begun."""
     phases = method.source_phases(domain) if hasattr(domain, "labels") else method.target_phases(domain)
     (phase,) = phases
+    phase.begin()
     phase.begin_epoch(0)
     return phase
 

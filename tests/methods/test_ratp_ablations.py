@@ -23,7 +23,7 @@ def target_phase(**changes):
 @pytest.mark.parametrize("labelling", ["t2pl", "softmax", "shot", "bmd"])
 def test_separated_features_are_labelled_right(labelling):
     phase = target_phase(labelling=labelling)
-    assert phase._assign(SEPARATED, (9 * SEPARATED).softmax(dim=1)).tolist() == TRUTH.tolist()
+    assert phase._pseudo_labels(SEPARATED, (9 * SEPARATED).softmax(dim=1)).tolist() == TRUTH.tolist()
 
 
 def test_softmax_keeps_the_errors_that_t2pl_mends():
@@ -32,9 +32,9 @@ def test_softmax_keeps_the_errors_that_t2pl_mends():
     second = torch.tensor([0.02, 0.05, 0.10, 0.6, 0.2, 0.45, 0.40, 0.8, 0.3, 0.9, 0.95, 0.98])
     features, probabilities = torch.stack([angles.cos(), angles.sin()], dim=1), torch.stack([1 - second, second], dim=1)
     truth = torch.arange(12) // 6
-    found = target_phase(labelling="softmax")._assign(features, probabilities)
+    found = target_phase(labelling="softmax")._pseudo_labels(features, probabilities)
     assert (found != truth).nonzero().flatten().tolist() == [3, 6, 8]
-    assert target_phase(**{"t2pl.r_knn": 3})._assign(features, probabilities).equal(truth)
+    assert target_phase(**{"t2pl.r_knn": 3})._pseudo_labels(features, probabilities).equal(truth)
 
 
 def test_truth_must_be_told():
@@ -42,7 +42,8 @@ def test_truth_must_be_told():
     method.fit_source(source)
     with pytest.raises(RatpError, match="labelling=truth, ratp needs the labels of 'mud'"):
         method.target_phases(targets[0].unlabelled())
-    (phase,) = method.told_phases(targets[0])
+    (phase,) = method.labelled_target_phases(targets[0])
+    phase.begin()
     phase.begin_epoch(0)
     assert phase._labels.equal(targets[0].labels)
 
@@ -68,6 +69,7 @@ def test_static_and_compact_steps_agree(alignment):
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0].unlabelled())
         phase._static = static
+        phase.begin()
         phase.begin_epoch(0)
         ends.append({name: value.detach() for name, value in phase.step().items()})
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
@@ -75,13 +77,14 @@ def test_static_and_compact_steps_agree(alignment):
 
 def test_prototypes_come_from_the_domain_and_from_the_memory_of_others():
     phase = target_phase(alignment="pl")
+    phase.begin()
     phase.begin_epoch(0)
     assert phase._has_prototype.all()
     place = phase._prototypes.data_ptr()
     before = phase._prototypes.clone()
     memory = phase._memory
     memory.images = 255 - memory.images
-    phase._average()
+    phase._update_prototypes()
     assert phase._prototypes.data_ptr() == place
     assert not torch.equal(phase._prototypes, before)
 
@@ -89,7 +92,7 @@ def test_prototypes_come_from_the_domain_and_from_the_memory_of_others():
 def test_prototypes_are_taken_anew_with_the_labels():
     phase = target_phase(alignment="pl", refresh=2)
     taken = []
-    phase._average = lambda: taken.append(epoch)
+    phase._update_prototypes = lambda: taken.append(epoch)
     for epoch in range(5):
         phase.begin_epoch(epoch)
     assert taken == [0, 2, 4]

@@ -7,7 +7,7 @@ ROWS_THAT_CHANGE_BEHAVIOUR = {*range(1, 6), *range(7, 30), 39, 40}
 
 
 def test_every_difference_between_paper_and_code_that_changes_behaviour_is_a_switch():
-    rows = {s.row for s in switches(RaTPConfig()) if s.row is not None}
+    rows = {s.doc_ref for s in switches(RaTPConfig()) if s.doc_ref is not None}
     assert rows >= ROWS_THAT_CHANGE_BEHAVIOUR
 
 

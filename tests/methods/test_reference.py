@@ -11,8 +11,8 @@ import torch
 
 import ratp
 from helpers import toy_domain, toy_method, toy_plan
-from ratp.evaluate import accuracy
-from ratp.parts.transforms import OBJECTS
+from ratp.evaluation.accuracy import accuracy
+from ratp.functional.transforms import OBJECTS
 from ratp_reference.images import ImagesInMemory, read_folder, write_folder
 from ratp_reference.method import PlainRaTP
 
@@ -80,6 +80,8 @@ def assert_same_labels(phase, stage):
 
 def epoch(phase, stage, number, close, steps=STEPS):
     """One epoch on both paths, every loss compared; returns what the steps reported."""
+    if number == 0:
+        phase.begin()
     phase.begin_epoch(number)
     stage.begin_epoch(number)
     assert_same_labels(phase, stage)
@@ -119,6 +121,7 @@ def middling(fast, domain):
 def train_on_source(fast, plain, source, steps=25):
     """On the fast path, long enough for labels that mean something; the plain one goes on from there."""
     (phase,) = fast.source_phases(source)
+    phase.begin()
     phase.begin_epoch(0)
     for _ in range(steps):
         phase.step()
@@ -163,6 +166,7 @@ def test_five_steps_on_the_source(preset):
     finish(fast, phase, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("preset", ["official", "paper"])
 def test_source_and_two_targets(preset):
@@ -183,6 +187,7 @@ def test_source_and_two_targets(preset):
         assert accuracy(fast, domain) == plain.accuracy(in_memory(domain), domain.labels)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize(
     "changes",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ratp.config import switches
+from ratp.functional.optim import StageSGD
 from ratp.methods import METHODS
-from ratp.parts.sgd import StageSGD
 from source_free_checks import built
 
 STEPS = 5

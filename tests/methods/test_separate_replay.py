@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratp.parts.batch_norm import batch_norms
+from ratp.functional.norm import batch_norms
 from source_free_checks import built
 
 

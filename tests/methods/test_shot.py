@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import TINY, toy_plan
-from ratp.network import Network
-from ratp.parts.sgd import SGDConfig
-from ratp.parts.shot_labels import shot_labels
-from ratp.randomness import Randomness
-from ratp.source_free import SHOT_LARGE
+from ratp._core.environment import Randomness
+from ratp.functional.optim import SGDConfig
+from ratp.functional.pseudo_labels import shot_labels
+from ratp.methods.shared.source_free import SHOT_LARGE
+from ratp.networks.network import Network
 
 NAME = "shot"
 
@@ -53,7 +53,7 @@ def test_exemplars_have_the_last_labels():
     assert method.stage == 1
     (phase,) = method.target_phases(targets[0])
     checks.run_out([phase])
-    known = {bytes(i.flatten()): label for i, label in zip(targets[0].images, phase._batches.labels, strict=True)}
+    known = {bytes(i.flatten()): label for i, label in zip(targets[0].images, phase.batches.labels, strict=True)}
     of_target = method.memory.domains == 1
     assert method.stage == 2
     assert of_target.any()
@@ -73,6 +73,7 @@ def test_labels_are_smoothed_on_the_source():
     logits = network.train()(method.scaling(source.images[index])).logits
     rows = 0.9 * F.one_hot(source.labels[index], 4) + 0.1 / 4
     expected = -(rows * F.log_softmax(logits, dim=1)).sum(dim=1).mean()
+    phase.begin()
     phase.begin_epoch(0)
     torch.testing.assert_close(phase.step()["total"], expected.detach())
 

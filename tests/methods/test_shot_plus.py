@@ -8,8 +8,7 @@ import torch
 import source_free_checks as checks
 from helpers import same_tensors
 from ratp.errors import ConfigError
-from ratp.parts.rotation import rotate
-from ratp.source_free import RotationTask
+from ratp.methods.shared.source_free import RotationTask, rotate
 
 NAME = "shot+"
 

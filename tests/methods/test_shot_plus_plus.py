@@ -7,7 +7,7 @@ import torch
 
 import source_free_checks as checks
 from helpers import all_finite, same_tensors, tensors_of, toy_domains, toy_plan
-from ratp.run import Run
+from ratp.runs.run import Run
 
 NAME = "shot++"
 
@@ -64,6 +64,7 @@ def test_exemplars_have_what_the_model_predicts_in_the_end():
 
 def test_the_domain_is_split_once():
     _, phase = begun()
+    phase.begin()
     assert 0 < phase.begin_epoch(0)["labelled"] < 1
     assert len(phase._sure) + len(phase._unsure) == 32
     assert set(phase._sure.tolist()).isdisjoint(phase._unsure.tolist())
@@ -72,6 +73,7 @@ def test_the_domain_is_split_once():
 
 def test_the_weight_of_the_squared_error_grows_from_nothing():
     _, phase = begun()
+    phase.begin()
     phase.begin_epoch(0)
     seen = [phase.step()["consistency"].item() for _ in range(2)]
     assert seen[0] == 0 < seen[1]
@@ -96,6 +98,7 @@ def test_a_new_classifier_is_trained():
     method.fit_source(source)
     old = method.network.classifier.weight.clone()
     phases = method.target_phases(targets[0])
+    phases[-1].begin()
     phases[-1].begin_epoch(0)
     new = method.network.classifier.weight.clone()
     assert not torch.equal(new, old)
@@ -106,6 +109,7 @@ def test_a_new_classifier_is_trained():
 
 def test_exemplars_count_as_labelled():
     method, phase = begun()
+    phase.begin()
     phase.begin_epoch(0)
     method.memory.labels.fill_(3)
     phase._labels.fill_(1)
@@ -123,6 +127,7 @@ def test_without_mixing_it_is_cross_entropy_and_squared_error(monkeypatch):
     seen = []
     monkeypatch.setattr(module, "soft_cross_entropy", lambda logits, targets: seen.append(targets) or logits.sum() * 0)
     _, phase = begun()
+    phase.begin()
     phase.begin_epoch(0)
     phase.step()
     assert set(seen[0].unique().tolist()) == {0.0, 1.0}

@@ -7,14 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_method, toy_plan
-from ratp.domain import LabelledDomain
-from ratp.method import Setting
-from ratp.methods.snr import SNR
-from ratp.network import Network
-from ratp.parts.information import information_maximisation
-from ratp.parts.snr import StyleRestitution
-from ratp.randomness import Randomness
-from ratp.weights import Weights
+from ratp._core.environment import Randomness
+from ratp.data.domain import LabelledDomain
+from ratp.functional.losses import information_maximisation
+from ratp.methods.snr import SNR, StyleRestitution
+from ratp.networks.network import Network
+from ratp.networks.weights import Weights
+from ratp.training.method import Setting
 
 
 def built(**changes):
@@ -77,10 +76,12 @@ def test_the_source_loss_is_cross_entropy_of_smoothed_labels():
     (phase,) = method.source_phases(source)
     twin, _, _ = built()
     (other,) = twin.source_phases(source)
+    other.begin()
     other.begin_epoch(0)
     batch = other.batches.draw(TINY["batch"])
     log_p = twin.network.train()(batch.images).logits.log_softmax(dim=1)
     targets = 0.9 * F.one_hot(batch.labels, 4) + 0.1 / 4
+    phase.begin()
     phase.begin_epoch(0)
     step = phase.step()
     assert step.keys() == {"total", "ce"}
@@ -93,6 +94,7 @@ def test_a_target_step_is_shots_and_leaves_the_classifier_alone():
         method, source, targets = built()
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         phase.begin_epoch(0)
         pair.append((method, phase))
     (method, phase), (twin, other) = pair
@@ -149,6 +151,7 @@ class TestDual:
         method.fit_source(source)
         assert not any(torch.equal(t, before[n]) for n, t in method.heads.state_dict().items())
         (phase,) = method.target_phases(targets[0])
+        phase.begin()
         phase.begin_epoch(0)
         assert phase.step().keys() == {"total", "ce", "im", "dual"}
         other, _, _ = built(dual_weight=0.01)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY, accuracy_of, same_tensors, toy_domain, toy_method, toy_plan
-from ratp.events import StageStarted, Trained
-from ratp.network import Network
-from ratp.parts.sgd import lr_multiplier
-from ratp.randomness import Randomness
-from ratp.run import Run
+from ratp._core.environment import Randomness
+from ratp.functional.optim import lr_multiplier
+from ratp.networks.network import Network
+from ratp.runs.events import StageStarted, Trained
+from ratp.runs.run import Run
 
 
 def built(**changes):
@@ -87,6 +87,7 @@ def test_it_keeps_no_memory_and_no_old_model():
 def test_its_loss_is_all_it_reports():
     method, source, _ = built()
     (phase,) = method.source_phases(source)
+    phase.begin()
     assert phase.begin_epoch(0) == {"lr": method.setting.recipe.lr}
     assert phase.step().keys() == {"total"}
     assert phase.finish() == {}

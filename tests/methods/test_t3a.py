@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers import all_finite, same_tensors, toy_method, toy_plan
-from ratp.inference import classify
 from ratp.methods.t3a import Supports, supports_of
+from ratp.training.recipe import classify
 
 W = torch.eye(2)
 BATCH = torch.tensor([[3.0, 1.0], [1.0, 1.2], [0.5, 4.0]])

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
-from ratp.parts.batch_norm import affine_parameters, batch_norms, by_batch
-from ratp.parts.information import logit_entropy
-from ratp.plan import resolve
-from ratp.request import RunRequest
+from ratp.functional.losses import logit_entropy
+from ratp.functional.norm import affine_parameters, batch_norms, by_batch
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
 
 
 def built(name="tent", trained=True, **changes):
@@ -184,6 +184,7 @@ class TestByHand:
         phase, (target, _) = built(name)
         by_hand, _ = built(name)
         (single,) = phase.target_phases(target)
+        single.begin()
         single.begin_epoch(0)
         for _ in range(single.steps):
             single.step()

@@ -12,11 +12,11 @@ import pytest
 from helpers import ratp
 from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
 from ratp.errors import ConfigError, RatpError
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.stream import DataOptions
-from ratp.streams import STREAMS
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.streams import find_stream
 from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS
+from ratp.streams.stream import DataOptions
 
 SHARED = Path(__file__).parents[3] / "shared"
 TEN = tuple("0123456789")
@@ -60,7 +60,7 @@ class TestWeights:
 
         self.decoded = []
         monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: self.decoded.append(path))
-        monkeypatch.setattr("ratp.plan.find_weights", find_none)
+        monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
 
     def test_those_that_cannot_be_had_are_told_before_images_are_decoded(self):
         for name in ("photo", "art_painting", "cartoon", "sketch"):
@@ -148,7 +148,7 @@ class TestLoading:
     )
     def test_images_are_found_in_every_layout(self, stream, layout):
         made(stream, layout)
-        spec = STREAMS[stream]
+        spec = find_stream(stream)
         order = spec.orders["default"]
         loaded = spec.load(order, 16, DataOptions())
         assert tuple(item.domain.name for item in loaded) == order
@@ -161,7 +161,7 @@ class TestLoading:
     def test_codes_are_those_domains(self):
         made("digits", "folders")
         source, *_, last = load_digits("US>MT", subset=True).fingerprints.items()
-        direct = STREAMS["digits"].load(["MT", "US"], 32, DataOptions())
+        direct = find_stream("digits").load(["MT", "US"], 32, DataOptions())
         assert source == ("US", direct[1].domain.fingerprint())
         assert last == ("MT", direct[0].domain.fingerprint())
 
@@ -180,17 +180,17 @@ class TestLoading:
         made("digits", "folders", classes=TEN[:9])
         stream = load_digits()
         assert stream.classes == TEN
-        assert "MT: no images of 9, so that cannot be learnt." in stream.notes
+        assert "MT: no images of 9, which the model therefore cannot learn." in stream.notes
 
     def test_all_345_classes_of_domainnet(self):
         """As published and unpacked by hand: the ten of the paper can be taken."""
         made("domainnet10", "folders", classes=("aircraft_carrier", *CLASSES["domainnet10"], "zigzag"))
         with pytest.raises(ConfigError) as caught:
-            STREAMS["domainnet10"].load(["Qu", "Sk"], 16, DataOptions())
+            find_stream("domainnet10").load(["Qu", "Sk"], 16, DataOptions())
         assert len(caught.value.problems) == 2
         assert "'aircraft_carrier' (3 images)" in caught.value.problems[0]
         assert "--extra-classes drop" in caught.value.problems[0]
-        loaded = STREAMS["domainnet10"].load(["Qu", "Sk"], 16, DataOptions(extra_classes="drop"))
+        loaded = find_stream("domainnet10").load(["Qu", "Sk"], 16, DataOptions(extra_classes="drop"))
         for item in loaded:
             assert item.domain.classes == CLASSES["domainnet10"]
             assert item.domain.labels.bincount().tolist() == [3] * 10
@@ -268,7 +268,7 @@ class TestRebuilt:
 class TestRealImages:
     @pytest.mark.parametrize("name", DIGIT_DOMAINS)
     def test_numbers_of_images(self, name):
-        from ratp.data.tree import open_tree
+        from ratp.data.read.tree import open_tree
 
         tree = open_tree(shared(f"data/digits/{name}.zip"))
         assert len(tree.files) == (9_298 if name == "usps" else 20_000)

@@ -16,10 +16,10 @@ from PIL import Image
 from data.made_images import closed
 from helpers import CLASSES, journal_of, ratp
 from own_images import config_of, encoded, images, picture, put, refused, run_folders, worked, zipped
-from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError
-from ratp.stream import DataOptions, make_stream
 from ratp.streams.files import load_domains
+from ratp.streams.stream import DataOptions, make_stream
 
 ZOO = ("ant", "bee", "cow")
 
@@ -107,7 +107,7 @@ class TestLabels:
 
     def test_a_flat_source_is_refused(self, day):
         put(Path("wild"), images(flat=True))
-        refused(run_folders("wild", day), "'wild' has no labels", "a folder a class")
+        refused(run_folders("wild", day), "'wild' has no labels", "one folder per class")
 
     def test_a_single_folder_in_a_target_is_a_class_and_the_way_out_is_told(self, zoo):
         put(Path("wild/all"), images(ZOO, flat=True))
@@ -117,13 +117,13 @@ class TestLabels:
         for name in ("northwest", ".hidden", "__MACOSX"):
             (day / name).mkdir()
         result = worked(run_folders(day, put(Path("night"), images(seed=1))))
-        assert "note: day: no images in northwest: no class." in result.err
+        assert "note: day: no images in northwest: not a class." in result.err
         assert config_of()["classes"] == sorted(CLASSES)
 
     def test_a_class_of_one_image_is_trained_on_and_told(self, day):
         put(day, {"up/0.png": encoded(picture(0, 7))})
         source = load(day, put(Path("night"), images(seed=1)))[0]
-        assert "day: one image only of up." in source.notes
+        assert "day: a single image of up." in source.notes
         stream = make_stream("own", [source, toy_unlabelled()], 1)
         assert stream.classes[int(stream.source.labels.max())] == "west"
         assert stream.classes.index("up") in stream.source.labels
@@ -131,12 +131,12 @@ class TestLabels:
     def test_a_source_of_one_class_has_nothing_to_tell_apart(self):
         put(Path("day"), images(("north",), count=5))
         put(Path("night"), images(("north",), seed=1))
-        refused(run_folders("day", "night"), "'day'", "one class only (north)")
+        refused(run_folders("day", "night"), "'day'", "a single class (north)")
 
     def test_a_source_too_small_to_be_split(self):
         put(Path("day"), images(count=2))
         put(Path("night"), images(seed=1))
-        refused(run_folders("day", "night"), "'day' with 8 images", "more images")
+        refused(run_folders("day", "night"), "'day' with 8 images", "add images")
 
     def test_accents_written_in_two_ways_are_one_class(self, day):
         put(day, images((unicodedata.normalize("NFC", "übel"),), seed=3))
@@ -227,7 +227,7 @@ class TestDamagedFiles:
     @pytest.mark.faults(10, "those that are skipped on demand are named and counted, never replaced")
     def test_skipped_ones_are_named_and_counted(self, day, night):
         result = worked(run_folders(day, night, more=("--on-bad-image", "skip")))
-        assert "note: night: left out 5" in result.err
+        assert "note: night: skipped 5" in result.err
         assert [e["images"] for e in journal_of(Path("run"), "stage_started")] == [8, 12]
         (note,) = config_of()["notes"]
         for name in BAD:
@@ -253,11 +253,11 @@ class TestDamagedFiles:
     def test_a_class_with_nothing_but_bad_files(self, day):
         put(day, {"up/0.png": b"", "up/1.png": b"x"})
         result = worked(run_folders(day, put(Path("night"), images(seed=1)), more=("--on-bad-image", "skip")))
-        assert "day: no images of up, so that cannot be learnt." in result.err
+        assert "day: no images of up, which the model therefore cannot learn." in result.err
 
     def test_a_domain_with_nothing_but_bad_files(self, day):
         put(Path("night"), {f"south/{name}": data for name, data in BAD.items()})
-        refused(run_folders(day, "night", more=("--on-bad-image", "skip")), "'night'", "not one that can be used")
+        refused(run_folders(day, "night", more=("--on-bad-image", "skip")), "'night'", "none of them usable")
 
     @pytest.mark.parametrize("value", ["ignore", "", "Skip"])
     def test_there_are_two_ways_to_deal_with_them(self, day, night, value):
@@ -405,7 +405,7 @@ class TestPlaces:
     def test_files_that_are_not_read_and_may_be_meant_are_told_once(self, day):
         meant = {"north/1.heic": b"x", "north/2.HEIC": b"x", "south/camera": encoded(picture(0, 5), "JPEG")}
         put(Path("night"), {**images(seed=1), **meant, "north/0.txt": b"x", "labels.csv": b"x", "Thumbs.db": b"x"})
-        told = "night: 3 files are passed over, as ratp does not read them: .heic (2), without ending (1)"
+        told = "night: 3 files skipped, unsupported format: .heic (2), without ending (1)"
         assert worked(run_folders(day, "night")).err.count(told) == 1
         assert told in config_of()["notes"][0]
 
@@ -431,7 +431,7 @@ class TestPlaces:
                 put(Path(clinic), {name.replace("/", f"/{side}/", 1): data for name, data in files.items()})
         source, target = load(Path("a"), Path("b"))
         assert source.domain.classes == target.domain.classes == tuple(sorted(CLASSES))
-        assert "is no class but a domain" in source.notes[0]
+        assert "is not a class but a domain" in source.notes[0]
         assert load(Path("a"), day)[0].notes == source.notes[:1]
         flat = put(Path("flat"), {"0.png": encoded(picture(0, 5))})
         refused(run_folders("a", flat), "looks like several domains")
@@ -492,7 +492,7 @@ class TestPlaces:
     @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"<html></html>"])
     def test_a_zip_that_is_none(self, day, data):
         Path("night.zip").write_bytes(data)
-        refused(run_folders(day, "night.zip"), "night.zip is damaged or no zip archive")
+        refused(run_folders(day, "night.zip"), "night.zip is damaged or not a zip archive")
 
     def test_half_a_zip(self, day):
         whole = zipped(Path("night.zip"), images(seed=1)).read_bytes()
@@ -522,7 +522,7 @@ class TestPlaces:
         damage(zipped(Path("night.zip"), images(seed=50)))
         refused(run_folders(day, "night.zip"), "south/1.png: damaged in the archive")
         result = worked(run_folders(day, "night.zip", more=("--on-bad-image", "skip")))
-        assert "left out 1" in result.err
+        assert "skipped 1" in result.err
         assert journal_of(Path("run"), "stage_started")[1]["images"] == 11
 
     def test_the_same_zip_once_it_is_whole(self, day):

@@ -11,7 +11,7 @@ import torch
 from helpers import journal_of, toy_domain, toy_domains
 from own_images import config_of, images, put, refused, run_folders, worked
 from ratp.errors import ConfigError
-from ratp.stream import make_stream
+from ratp.streams.stream import make_stream
 
 
 def contents(images_):
@@ -94,7 +94,7 @@ class TestRun:
         worked(run_folders("day", "night"))
         result = run_folders("day", "night", more=("--set", "hold_out=0.5"))
         assert result.code == 2
-        assert "hold_out: 0.0 there, 0.5 asked for" in result.err
+        assert "hold_out: 0.0 there, 0.5 requested" in result.err
 
     @pytest.mark.parametrize("value", ["1", "-0.1", "half"])
     def test_what_is_no_share(self, value):

@@ -10,13 +10,13 @@ import pytest
 
 from helpers import TINY, ratp
 from own_images import DTN, OPTIONS, config_of, images, put, refused, run_folders, worked, zipped
-from ratp.cli.loading import spread_targets
+from ratp.cli.console import spread_targets
 from ratp.errors import ConfigError, RatpError
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.run_messages import described, planned
+from ratp.executors.protocol import described, planned
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
 from ratp.streams import find_stream
-from ratp.streams.own import RECIPE, from_file, from_paths, from_root
+from ratp.streams.folders import RECIPE, from_file, from_paths, from_root
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +82,13 @@ class TestPaths:
     def test_weights_that_cannot_be_had_are_told_before_images_are_decoded(self, monkeypatch):
         decoded = []
         monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: decoded.append(path))
-        monkeypatch.setattr("ratp.plan.find_weights", find_none)
+        monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
         result = ratp("run", "folders", "--source", "day", "--out", "run", "--targets", "rain")
         assert (result.code, decoded) == (2, [])
         assert "no connection" in result.err
 
     def test_but_not_before_folders_that_are_not_there(self, monkeypatch):
-        monkeypatch.setattr("ratp.plan.find_weights", find_none)
+        monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
         result = ratp("run", "folders", "--source", "day", "--out", "run", "--targets", "rian")
         assert result.code == 2 and "rian" in result.err and "no connection" not in result.err
 
@@ -181,7 +181,7 @@ class TestRoot:
         return Path("yard")
 
     def test_it_needs_an_order(self, yard):
-        refused(run("yard"), "in which order", "--order 'day>night>rain'")
+        refused(run("yard"), "give the order in which", "--order 'day>night>rain'")
 
     def test_with_one_it_is_a_stream(self, yard):
         worked(run("./yard/", "--order", "rain>day>night"))
@@ -204,7 +204,7 @@ class TestRoot:
         words = ["yard/day looks like one domain", "(east, north, south, west)", "folders --source yard/day --targets"]
         refused(run("yard/day", "--order", "east>north"), *words)
         put(yard, {"preview.png": images()["north/0.png"]})
-        refused(run("yard"), "in which order")
+        refused(run("yard"), "give the order in which")
 
     def test_the_folder_one_stands_in(self, yard, monkeypatch):
         monkeypatch.chdir(yard)
@@ -348,7 +348,7 @@ class TestFile:
             "name must be a text",
             "'nihgt'. Did you mean 'night'?",
             "names 'day' twice",
-            "'~nobody-of-that-name/x' is no path",
+            "'~nobody-of-that-name/x' is not the path",
             "two domains lie in",
             "size must be at least 1",
             "Did you mean 'epochs'?",
@@ -376,8 +376,8 @@ class TestFile:
             ('order = ["day", "night"]\n[domains]\nday = { pth = "day" }', ["must name", "unknown key", "'night'"]),
             (f"recipe = 3\n{GOOD}", ["[recipe] must be a table"]),
             (f"name = ' '\n{GOOD}", ["name must be a text"]),
-            (GOOD.replace('"day"\n', '""\n'), ["'' is no path"]),
-            (GOOD.replace('"day"\n', '"a\\u0000b"\n'), ["is no path"]),
+            (GOOD.replace('"day"\n', '""\n'), ["'' is not the path"]),
+            (GOOD.replace('"day"\n', '"a\\u0000b"\n'), ["is not the path"]),
             (f"{GOOD}[recipe]\nnetwork = 3", ["unknown switch 'network'"]),
             (f"{GOOD}[recipe]\nsize.x = 3", ["unknown switch 'size.x'"]),
         ],
@@ -396,7 +396,7 @@ class TestFile:
     @pytest.mark.parametrize("data", [b"order = [", b"\xff\xfe\x00", b"a = 1\na = 2", b"PK\x03\x04"])
     def test_what_is_no_toml(self, data):
         Path("yard.toml").write_bytes(data)
-        refused(run("yard.toml"), "yard.toml is no TOML file")
+        refused(run("yard.toml"), "yard.toml is not ")
 
     def test_a_file_that_is_not_there(self):
         refused(run("yrad.toml"), "yrad.toml", "No such file")

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import files_of
 from own_images import encoded, images, picture, put, run_folders, worked, zipped
-from ratp.data.tree import ImageTree
+from ratp.data.read.tree import ImageTree
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ import pytest
 
 from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tensors, tensors_of, toy_domains
 from own_images import OPTIONS, images, put, refused, run_folders, worked
-from ratp.domain import UnlabelledDomain
-from ratp.events import StageStarted
-from ratp.plan import resolve
-from ratp.request import RunRequest
-from ratp.run import Run
-from ratp.stream import make_stream
+from ratp.data.domain import UnlabelledDomain
+from ratp.runs.events import StageStarted
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
+from ratp.streams.stream import make_stream
 
 WILD = ["wild", "sea"]
 

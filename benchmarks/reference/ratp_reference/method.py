@@ -17,11 +17,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ratp.method import Setting
+from ratp.functional.randmix import RandMix
+from ratp.functional.transforms import NONE, Transform
 from ratp.methods.ratp import RaTPConfig
-from ratp.parts.randmix import RandMix
-from ratp.parts.transforms import NONE, Transform
-from ratp.weights import load_backbone
+from ratp.networks.weights import load_backbone
+from ratp.training.method import Setting
 
 from .distill import distillation
 from .herding import herding, nearest

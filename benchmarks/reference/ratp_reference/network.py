@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ratp.network import NetworkConfig
+from ratp.networks.network import NetworkConfig
 
 
 class ChannelDropout(nn.Module):

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ratp.parts.randmix import RandMixConfig
-from ratp.parts.randmix_draw import Branch, Draw
+from ratp.functional.randmix import Branch, Draw, RandMixConfig
 
 DROPOUT = 0.2
 SMALLEST_SUM = 1e-3

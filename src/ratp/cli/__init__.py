@@ -1,1 +1,4 @@
-"""The command line."""
+"""The command line.
+
+Imports every other room; nothing imports it.
+"""

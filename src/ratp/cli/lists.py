@@ -1,35 +1,64 @@
-"""``ratp methods`` and ``ratp streams``."""
+"""``ratp methods`` and ``ratp streams``: lists, and what there is to know about one."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+import textwrap
 from functools import cache
 from importlib import resources
 from inspect import getdoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ratp.cli.console import print_json, stderr, stdout
-from ratp.cli.loading import data_options, decoding, print_note
-from ratp.cli.prose import reflow
-from ratp.cli.runs import Data, Json, OnBadImage
+from ratp._core.files import safe_name
+from ratp.cli.console import data_options, decoding, print_json, print_note, stderr, stdout
+from ratp.cli.options import Data, Json, OnBadImage
 from ratp.config import as_dict, switches
-from ratp.domain import LabelledDomain
 from ratp.errors import ConfigError, RatpError
-from ratp.files import safe_name
-from ratp.method import Method
-from ratp.methods import METHODS, find_method
-from ratp.plan import resolve
-from ratp.request import DEFAULT_PRESET, RunRequest
-from ratp.stream import Domain, parse_order
+from ratp.methods import METHODS, describe, find_method
+from ratp.runs import DEFAULT_PRESET
 from ratp.streams import STREAMS, find_stream
+
+if TYPE_CHECKING:
+    from ratp.data.domain import LabelledDomain
+    from ratp.streams.stream import Domain
+    from ratp.training.method import Method
+
+_ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
+_LITERAL = re.compile(r"``([^`]+)``")
+_STRONG = re.compile(r"\*\*(\S[^*]*)\*\*")
+_ITEM = re.compile(r"( *)\* ")
+
+
+def reflow(doc: str, width: int) -> str:
+    """Fills the paragraphs and lists of a docstring to a width, without markup.
+
+    List items begin with an asterisk. Other indented lines continue an item or, after a paragraph, are a formula that
+    stays as it is.
+    """
+    for markup in (_LITERAL, _ROLE, _STRONG):
+        doc = markup.sub(r"\1", doc)
+    filler = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    blocks = []
+    for block in re.split(r"\n\s*\n", doc.strip("\n")):
+        if block.startswith(" ") and not _ITEM.match(block):  # a formula
+            blocks.append(block)
+            continue
+        filled = []
+        for part in re.split(r"\n(?= *\* )", block):
+            item = _ITEM.match(part)
+            filler.initial_indent = item[1] if item else ""
+            filler.subsequent_indent = " " * len(item[0]) if item else ""
+            filled.append(filler.fill(" ".join(line.strip() for line in part.splitlines())))
+        blocks.append("\n".join(filled))
+    return "\n\n".join(blocks)
+
 
 # Streams that stand for small and for large networks.
 SMALL, LARGE = "digits", "pacs"
@@ -43,19 +72,18 @@ def list_methods(context: typer.Context, json_: Json = False) -> None:
     if context.invoked_subcommand:
         return
     if json_:
-        print_json({"methods": [_described(method) for method in METHODS.values()]})
+        print_json({"methods": list(map(_described, METHODS))})
         return
-    table = Table(
-        "name", "family", "needs beside images", "cost", "paper", box=None, header_style="bold", pad_edge=False
-    )
+    heads = ("name", "family", "needs beside images", "cost", "paper")
+    table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     table.columns[0].no_wrap = True
-    for row in map(_described, METHODS.values()):
+    for row in map(_described, METHODS):
         cost = "–" if row["cost"] is None else f"{row['cost']:.1f}×"
         cells = (row["family"], row["needs"], cost, _cited(row["paper"]))
         table.add_row(f"[bold cyan]{escape(row['name'])}[/]", *map(escape, cells))
     stdout().print(table)
     stderr().print(
-        "[dim]Cost: time of a run on the demo stream, source-only's being 1. "
+        "[dim]Cost: time of a run on the demo stream relative to source-only. "
         "ratp methods show NAME explains one and lists its switches.[/]"
     )
 
@@ -66,16 +94,9 @@ def _cited(paper: str) -> str:
     return f"{parts[0].removesuffix(' et al.')}, {parts[-1]}" if len(parts) > 2 else paper
 
 
-def _described(method: type[Method]) -> dict[str, Any]:
-    """What there is to say about a method in a row."""
-    return {
-        "name": method.name,
-        "title": method.title,
-        "family": method.family,
-        "paper": method.paper,
-        "needs": method.needs or "nothing",
-        "cost": _costs().get(method.name),
-    }
+def _described(name: str) -> dict[str, Any]:
+    about = describe(name)
+    return {**about._asdict(), "needs": about.needs or "nothing", "cost": _costs().get(name)}
 
 
 @cache
@@ -89,12 +110,10 @@ def _costs() -> dict[str, float]:
 def show_method(
     name: Annotated[str, typer.Argument(help="Name of the method, or a .py file that defines one.")],
     preset: Annotated[str, typer.Option(help="Preset whose values to show.")] = DEFAULT_PRESET,
-    stream: Annotated[
-        str, typer.Option(help="Stream whose values to show: some are others for large networks.")
-    ] = SMALL,
+    stream: Annotated[str, typer.Option(help="Stream whose values to show; large networks have other ones.")] = SMALL,
     json_: Json = False,
 ) -> None:
-    """Explain a method: its paper, what it does, what differs from the original, presets and every switch."""
+    """Explain a method: paper, what it does, deviations from the original, presets and every switch."""
     method = find_method(name)
     config = _values(name, preset, stream)
     if json_:
@@ -114,25 +133,28 @@ def show_method(
 
 
 def _values(name: str, preset: str, stream: str) -> Any:
-    """A method's switches under a preset, as it has them on a stream."""
+    """A method's switches under a preset, with the values for a stream."""
+    from ratp.runs.plan import resolve
+    from ratp.runs.request import RunRequest
+
     return resolve(RunRequest(stream=stream, method=name, preset=preset, device="cpu", weights="none")).config
 
 
 def _explained(method: type[Method]) -> str:
-    """What its module says, but for a first line with the name and the paper: those are told already."""
+    """The docstring of its module, without a first line that only names the method and its paper."""
     first, _, rest = (getdoc(sys.modules[method.__module__]) or "").partition("\n\n")
     return rest if re.match(r'.* — .*"', first) else f"{first}\n\n{rest}".rstrip()
 
 
 def _print_switches(config: Any, default: Any) -> None:
-    """A table of all leaves of a configuration; those that are not the default's stand out."""
+    """Prints all switches of a configuration, highlighting values that are not the default."""
     usual = as_dict(default)
     table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
-    table.columns[0].no_wrap = True  # whole: it is what --set wants
+    table.columns[0].no_wrap = True  # --set needs the whole name
     for item in switches(config):
         text = ",".join(map(_shortly, item.value)) if isinstance(item.value, tuple) else _shortly(item.value)
         mark = "yellow" if as_dict(config)[item.name] != usual[item.name] else "green"
-        row = f" [dim]#{item.row}[/]" if item.row else ""
+        row = f" [dim]#{item.doc_ref}[/]" if item.doc_ref else ""
         options = f" [dim]({escape(item.kind.removeprefix('one of '))})[/]" if item.kind.startswith("one of") else ""
         name, value = f"[cyan]{escape(item.name)}[/]", f"[{mark}]{escape(text)}[/]"
         table.add_row(name, value, f"{escape(item.explanation)}{options}{row}")
@@ -141,7 +163,7 @@ def _print_switches(config: Any, default: Any) -> None:
 
 
 def _shortly(value: Any) -> str:
-    """A value as text; of a number that never ends, six digits."""
+    """A value as text; long fractions with six digits."""
     text = str(value)
     return f"{value:.6g}" if isinstance(value, float) and len(text) > len("0.000123456") else text
 
@@ -152,15 +174,10 @@ def list_streams(context: typer.Context, json_: Json = False) -> None:
     if context.invoked_subcommand:
         return
     if json_:
-        rows = [
-            {
-                "name": s.name,
-                "title": s.title,
-                "domains": dict(s.domains),
-                "orders": {k: list(v) for k, v in s.orders.items()},
-            }
-            for s in STREAMS.values()
-        ]
+        rows = []
+        for spec in STREAMS.values():
+            orders = {name: list(order) for name, order in spec.orders.items()}
+            rows.append({"name": spec.name, "title": spec.title, "domains": dict(spec.domains), "orders": orders})
         print_json({"streams": rows})
         return
     console = stdout()
@@ -172,7 +189,7 @@ def list_streams(context: typer.Context, json_: Json = False) -> None:
         console.print(table)
         for name, order in spec.orders.items():
             console.print(f"  [dim]order {escape(name)}:[/] {escape('>'.join(order))}")
-    stderr().print("[dim]ratp streams show NAME tells its values and writes a sheet of sample images.[/]")
+    stderr().print("[dim]ratp streams show NAME lists its settings and writes a sheet of sample images.[/]")
 
 
 @streams.command("show")
@@ -184,8 +201,9 @@ def show_stream(
     on_bad_image: OnBadImage = "stop",
     json_: Json = False,
 ) -> None:
-    """Tell the values of a stream and write a contact sheet: sample images of every domain, class by class."""
+    """Show a stream's settings and write a contact sheet: sample images of every domain, class by class."""
     from ratp.data.contact_sheet import check_sheet, contact_sheet
+    from ratp.streams.stream import parse_order
 
     spec = find_stream(name)
     path = out or Path(f"{safe_name(spec.name)}.png")
@@ -198,7 +216,7 @@ def show_stream(
         try:
             loaded = spec.load(codes, spec.recipe.size, options)
         except RatpError:
-            if spec.name in STREAMS and not json_:  # the values of a benchmark can be told without its images
+            if spec.name in STREAMS and not json_:  # a benchmark has settings without its images
                 _print_switches(spec.recipe, spec.recipe)
             raise
     for note in [note for item in loaded for note in item.notes] if not json_ else []:
@@ -206,8 +224,7 @@ def show_stream(
     domains = [_shown(item.domain) for item in loaded]
     contact_sheet(domains, path, descriptions=spec.domains)
     if json_:
-        held_out = [_test_part(domain) for domain in domains]
-        rows = [{"domain": d.name, "images": len(d), "held_out": h} for d, h in zip(domains, held_out, strict=True)]
+        rows = [{"domain": d.name, "images": len(d), "held_out": _test_part(d)} for d in domains]
         print_json({"stream": name, "sheet": str(path), "domains": rows})
         return
     _print_switches(spec.recipe, spec.recipe)
@@ -220,7 +237,11 @@ def show_stream(
 
 
 def _shown(domain: Domain) -> LabelledDomain:
-    """The domain, as if all images of an unlabelled one were of one class."""
+    """A labelled domain as it is, an unlabelled one as if it had a single class."""
+    import torch
+
+    from ratp.data.domain import LabelledDomain
+
     if isinstance(domain, LabelledDomain):
         return domain
     return LabelledDomain(domain.name, domain.images, torch.zeros(len(domain), dtype=torch.int64), ("no label",))

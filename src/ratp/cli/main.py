@@ -10,15 +10,11 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
+from ratp import __version__
 from ratp.cli import data, doctor, lists, predict, reports, runs, studies, weights
-from ratp.cli.console import stderr
-from ratp.cli.loading import spread_targets
-from ratp.errors import ConfigError, RatpError
-from ratp.methods.own import own_traceback
-from ratp.notes import print_plainly
-from ratp.version import __version__
+from ratp.cli.console import print_error, spread_targets
+from ratp.errors import ConfigError, RatpError, print_plainly
 
 app = typer.Typer(
     help="Continual domain shift learning: RaTP and the methods it is compared with.",
@@ -55,33 +51,35 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line; a mistake of the user's gives a message and exit code 2, never a traceback of ours."""
+    """Runs the command line; a user's mistake gives a message and exit code 2, never a traceback."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # where × and ✓ do not exist
+                stream.reconfigure(errors="replace")  # for encodings without × and ✓
         print_plainly()
         app(spread_targets(sys.argv[1:]) or ["--help"], prog_name="ratp")
     except RatpError as error:
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:
-            stderr().print(f"[bold red]error:[/] {escape(problem)}", soft_wrap=True)
+            print_error(problem)
         sys.exit(2)
     except Exception as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # before Python 3.12, one within the making of a class
+        if isinstance(error.__cause__, KeyboardInterrupt):  # raised while a class was created, before Python 3.12
             sys.exit(128 + signal.SIGINT)
-        told = own_traceback(error) or _full(error)
-        if told is None:
+        from ratp.methods.custom import own_traceback
+
+        message = own_traceback(error) or _disk_full(error)
+        if message is None:
             raise
-        stderr().print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
+        print_error(message)
         sys.exit(1)
     except KeyboardInterrupt:  # before a command began
         sys.exit(128 + signal.SIGINT)
 
 
-def _full(error: Exception) -> str | None:
-    """A disk that has no room for what is printed, in a sentence; None for any other error."""
+def _disk_full(error: Exception) -> str | None:
+    """The message for a full disk; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it would fail once more at the end
-    return f"cannot write {error.filename or 'to standard output'}: {error.strerror}. What was kept on disk is whole."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit would fail again
+    return f"cannot write {error.filename or 'to standard output'}: {error.strerror}. What was saved before is intact."

@@ -1,4 +1,4 @@
-"""``ratp predict``: what a trained run says about other images."""
+"""``ratp predict``: classify images with a trained run."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratp.cli.console import print_json, say, stderr
-from ratp.cli.loading import data_options, decoding, print_note
-from ratp.cli.output import check_out, print_text, write_out
-from ratp.cli.runs import Json, OnBadImage, Quiet
-from ratp.data.given import is_given
-from ratp.data.manifest import describe_left_out
-from ratp.data.passed_over import describe_passed_over
+from ratp._core.locks import LOCK_FILE
+from ratp.cli import console
+from ratp.cli.console import check_out, data_options, decoding, print_json, print_note, say, stderr, write_out
+from ratp.cli.options import Json, OnBadImage, Quiet
+from ratp.data.cache.manifest import describe_skipped
+from ratp.data.read.listing import describe_unsupported
+from ratp.data.read.paths import is_given
 from ratp.errors import ConfigError, RatpError
-from ratp.loaded import FilePredictions, LoadedRun, load
-from ratp.lock import LOCK_FILE
-from ratp.online import SMALLEST_BATCH
-from ratp.predictions import as_csv
 
-# What the files of a run are called; a table of that name would be lost, or taken for one of them.
+if TYPE_CHECKING:
+    from ratp.runs.load import FilePredictions, LoadedRun
+
+# Names of a run's own files, which --out must not overwrite or imitate.
 _OF_A_RUN = ("*.safetensors", "*.json", "*.jsonl", "predictions-*.csv", LOCK_FILE)
 
 
@@ -38,16 +37,16 @@ def predict(
     ] = None,
     method: Annotated[
         Path | None,
-        typer.Option(help="The .py file of the method, if it is one of your own. It is run.", show_default=False),
+        typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
     ] = None,
     on_bad_image: OnBadImage = "stop",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
-    """Classify images by what a run has trained: file, class and confidence, in the order given.
+    """Classify images with a trained run: file, class and confidence, in the order given.
 
-    Nothing but the run directory is needed. Images are read as in the run, and its method predicts as it did there.
+    Only the run directory is needed. Images are read, and the method predicts, as in the run.
     """
     options, problems = data_options(None, on_bad_image, "stop", None)
     if problems:
@@ -55,6 +54,9 @@ def predict(
     if out is not None:
         check_out(out, "what --json prints" if json_ else "")
         _refuse_to_lose(out, run, images if method is None else [*images, method])
+    from ratp.runs.load import load
+    from ratp.runs.predictions import as_csv
+
     loaded = load(run, device=device, method=method)
     with decoding(stderr(), quiet=quiet or json_) as report:
         progress = None if report is None else partial(report, "images")
@@ -69,33 +71,29 @@ def predict(
     elif out is not None and not quiet:
         say(f"Predictions: {out}")
     elif out is None and not quiet:
-        print_text(table)
+        console.print_text(table)
 
 
 def _refuse_to_lose(out: Path, run: Path, given: Sequence[Path]) -> None:
-    """Refuses to write over what the command reads.
-
-    Raises:
-        RatpError: With the reason.
-    """
+    """Raises RatpError if ``out`` is a file the command reads."""
     folder, name = os.path.split(os.path.realpath(out))
     if folder == os.path.realpath(run) and any(fnmatch(name.lower(), pattern) for pattern in _OF_A_RUN):
-        raise RatpError(f"cannot write {out}: files of the run {run} are called so. Choose another file with --out.")
+        raise RatpError(f"cannot write {out}: a file of the run {run} has that name. Choose another with --out.")
     if is_given(out, given):
-        raise RatpError(
-            f"cannot write {out}: it is one of the files given, and would be lost. Choose another with --out."
-        )
+        raise RatpError(f"cannot write {out}: it is one of the files to read. Choose another with --out.")
 
 
 def _print_notes(loaded: LoadedRun, found: FilePredictions) -> None:
+    from ratp.methods.shared.online import SMALLEST_BATCH
+
     if found.left_out:
-        print_note(describe_left_out(found.left_out), stderr())
-    if found.passed_over:
-        print_note(describe_passed_over(name for name, _ in found.passed_over), stderr())
+        print_note(describe_skipped(found.left_out), stderr())
+    if found.unsupported:
+        print_note(describe_unsupported(name for name, _ in found.unsupported), stderr())
     count = len(found.predictions)
     if loaded.together and count < SMALLEST_BATCH:
-        told = f"{loaded.config['method']} predicts by the statistics of the images it is asked about"
-        print_note(f"{told}, and {count} are few: ask about {SMALLEST_BATCH} or more at once.", stderr())
+        why = f"{loaded.config['method']} predicts from the statistics of all images given"
+        print_note(f"{why}, and {count} are few: give {SMALLEST_BATCH} or more at once.", stderr())
 
 
 def _as_json(loaded: LoadedRun, found: FilePredictions) -> dict[str, object]:
@@ -106,5 +104,5 @@ def _as_json(loaded: LoadedRun, found: FilePredictions) -> dict[str, object]:
         "stages": list(loaded.stages),
         "classes": list(loaded.classes),
         "predictions": list(rows),
-        "left_out": [{"file": name, "reason": reason} for name, reason in (*found.left_out, *found.passed_over)],
+        "left_out": [{"file": name, "reason": reason} for name, reason in (*found.left_out, *found.unsupported)],
     }

@@ -1,4 +1,4 @@
-"""Showing runs while they run: bars on a terminal, plain lines elsewhere, nothing when asked to be quiet."""
+"""Shows runs and studies while they run: bars on a terminal, plain lines elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 
@@ -7,55 +7,58 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Protocol
+from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ratp.errors import RatpError
-from ratp.events import Event, StageFinished, StageStarted, Trained
-from ratp.phase import Tick
-from ratp.record import RunRecord
-from ratp.run import Run
-from ratp.side_by_side import run_all
-from ratp.study import Executor
+from ratp._core.files import read_json
+from ratp._core.locks import InUseError
+from ratp.cli.console import image_notes, print_note
+from ratp.errors import RatpError, brief
+from ratp.evaluation.matrix import METRICS
+from ratp.executors.local import run_all
+from ratp.executors.pool import Result
+from ratp.reports.tables import MISSING, duration, number
+from ratp.runs.events import Event, StageFinished, StageStarted, Trained
+from ratp.runs.record import RunRecord
+from ratp.runs.run import Run
+from ratp.studies.execute import Executor, run_study
+from ratp.studies.study import Entry, Study
+from ratp.training.phase import Tick
 
-# Reading a loss makes a GPU wait, so the display does it only this often.
+# Reading a loss makes a GPU wait, so the display reads it only this often.
 SECONDS_BETWEEN_UPDATES = 0.25
-# Of lines, at the ends of epochs and within them: a log is read later, and one line an epoch is enough.
+# Between lines, at the ends of epochs and within them.
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_WITHIN_EPOCHS = 60.0
 WIDEST_TEXT = 80
-# Of a name beside a bar.
-WIDEST_LABEL = 26
-
-
-class Display(Protocol):
-    """Something that can be shown what happens."""
-
-    def start(self, event: StageStarted) -> None:
-        """A stage begins."""
-
-    def step(self, event: Trained, done: int, speed: float) -> None:
-        """``done`` updates of the stage were made, at ``speed`` updates a second."""
-
-    def finish(self, event: StageFinished) -> None:
-        """A stage ended."""
+WIDEST_LABEL = 26  # beside a bar
 
 
 def follow(run: Run, console: Console, *, quiet: bool) -> None:
-    """Drives a run to its end and shows it. Ctrl-C ends the program with a word on how to go on."""
-    with interruptible(console) as stop:
-        _follow(run, console, stop, quiet=quiet)
+    """Executes a run and shows it. Ctrl-C and SIGTERM stop it where the same command continues."""
+    with interruptible(console) as stop, closing(run.events()) as events:
+        if quiet:
+            for _ in events:
+                stop.check()
+            return
+        with _displays([run], console) as show:
+            watcher = _Watcher(show(run, None))
+            for event in events:
+                watcher.see(event)
+                stop.check()
+        if not watcher.any_event:
+            _say_complete(run, console)
 
 
 def follow_all(
     runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None, on: Executor = run_all
 ) -> list[RunRecord | RatpError]:
-    """Drives runs side by side and shows them, as :func:`follow` does; an error is the result of its run only."""
+    """Executes runs side by side and shows them, as :func:`follow` does; the result of a failed run is its error."""
     with interruptible(console) as stop:
         if quiet:
             return on(runs, at_once=at_once, on_event=lambda run, event: stop.check())
@@ -73,73 +76,89 @@ def follow_all(
     return results
 
 
+def follow_study(
+    study: Study,
+    console: Console,
+    *,
+    quiet: bool,
+    at_once: int | None = None,
+    on: Executor = run_all,
+    between_steps: bool = True,
+) -> None:
+    """Executes the unfinished runs of a study and shows them; signals are as in :func:`interruptible`."""
+    make = partial(run_study, study, at_once=at_once, on=on)
+    with interruptible(console, between_steps=between_steps) as stop:
+        if quiet:
+            make(on_event=lambda run, event: stop.check())
+            return
+        todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
+        watcher, images = StudyWatcher(todo), _ImageNotes(study, console)
+        runs = "run" if len(study.entries) == 1 else "runs"
+        console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} {runs} to execute", soft_wrap=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+        left = TextColumn("[dim]{task.fields[left]}[/]")
+        is_plain = not console.is_terminal
+        with Progress(*columns, left, console=console, transient=True, expand=True, disable=is_plain) as bars:
+            task = bars.add_task("", total=watcher.total, left="")
+
+            def see(run: Run, event: Event) -> None:
+                images.see(run)
+                watcher.see(run, event)
+                name = f"{watcher.done_runs}/{len(todo)} runs"
+                bars.update(task, completed=watcher.done, description=name, left=watcher.left)
+                stop.check()
+
+            def end(entry: Entry, result: Result) -> None:
+                line = watcher.ended(entry, result)
+                if not is_plain:
+                    in_use, failed = isinstance(result, InUseError), isinstance(result, RatpError)
+                    mark = f"[dim]{MISSING}[/]" if in_use else "[red]✗[/]" if failed else "[green]✓[/]"
+                    console.print(f"{mark} {escape(line)}", soft_wrap=True)
+                else:
+                    line = f"{line.removesuffix('.')}, {watcher.left}" if watcher.left else line
+                    console.print(line, markup=False, soft_wrap=True)
+
+            make(on_event=see, on_end=end)
+
+
 class Stop:
-    """Whether somebody asked the program to stop."""
+    """Remembers a signal to stop. The first waits for :meth:`check` between two steps unless ``at_once``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.signal: int | None = None
+        self._at_once = at_once
 
-    def ask(self, number: int, frame: object) -> None:
-        """Takes a signal: the first is a request, the second is meant."""
-        del frame
-        if self.signal is not None:
+    def ask(self, number: int, _frame: object) -> None:
+        """Handles a signal; a second one interrupts at once."""
+        at_once = self._at_once or self.signal is not None
+        self.signal = self.signal or number
+        if at_once:
             raise KeyboardInterrupt
-        self.signal = number
-
-    def now(self, number: int, frame: object) -> None:
-        """Takes a signal where nobody checks.
-
-        Raises:
-            KeyboardInterrupt: At once.
-        """
-        del frame
-        self.signal = number
-        raise KeyboardInterrupt
 
     def check(self) -> None:
-        """To be called between two steps.
-
-        Raises:
-            KeyboardInterrupt: If it is time to stop.
-        """
+        """Raises KeyboardInterrupt if a signal has arrived."""
         if self.signal is not None:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def interruptible(console: Console, *, between_steps: bool = True) -> Iterator[Stop]:
-    """Within the block, Ctrl-C and SIGTERM end the program between two steps, with a word on how to go on.
+    """Within the block, Ctrl-C and SIGTERM end the program between two steps, and a second one at once.
 
-    Whoever is stopped there keeps where it was. A second Ctrl-C does not wait for the step.
-
-    Args:
-        console: Where to say so.
-        between_steps: Whether somebody checks between steps; if not, both end the program at once.
+    If nothing calls :meth:`Stop.check` (``between_steps=False``), both end it at once.
     """
-    stop, before = Stop(), {}
+    stop, before = Stop(at_once=not between_steps), {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {signal.SIGINT: stop.ask, signal.SIGTERM: stop.ask} if between_steps else {signal.SIGTERM: stop.now}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        handled = (signal.SIGINT, signal.SIGTERM) if between_steps else (signal.SIGTERM,)
+        before = {number: signal.signal(number, stop.ask) for number in handled}
     try:
         yield stop
     except KeyboardInterrupt:
-        console.print("\n[yellow]Interrupted.[/] The same command goes on where it was.", soft_wrap=True)
+        console.print("\n[yellow]Interrupted.[/] The same command continues from there.", soft_wrap=True)
         sys.exit(128 + (stop.signal or signal.SIGINT))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _follow(run: Run, console: Console, stop: Stop, *, quiet: bool) -> None:
-    with closing(run.events()) as events:
-        if quiet:
-            for _ in events:
-                stop.check()
-            return
-        with _displays([run], console) as show:
-            trained = _show(events, show(run, None), stop)
-    if not trained:
-        _say_complete(run, console)
 
 
 def _say_complete(run: Run, console: Console) -> None:
@@ -147,39 +166,27 @@ def _say_complete(run: Run, console: Console) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for every run: its method, and whatever else they do not share."""
+    """A short name for every run: its method, then its seed and order if the runs differ in them."""
     plans = [run.plan for run in runs]
-    several_seeds = len({plan.seed for plan in plans}) > 1
-    orders = list(dict.fromkeys(plan.order for plan in plans))
-    parts = [
-        [plan.method.name]
-        + ([str(plan.seed)] if several_seeds else [])
-        + ([">".join(plan.order)] if len(orders) > 1 else [])
-        for plan in plans
-    ]
-    return [" ".join(part) for part in parts]
-
-
-def _show(events: Iterable[Event], display: Display, stop: Stop) -> bool:
-    """Shows events until there are no more; tells whether there was any."""
-    watcher = _Watcher(display)
-    for event in events:
-        watcher.see(event)
-        stop.check()
-    return watcher.any_event
+    seeds, orders = {plan.seed for plan in plans}, {plan.order for plan in plans}
+    found = []
+    for plan in plans:
+        seed = f" {plan.seed}" if len(seeds) > 1 else ""
+        order = f" {'>'.join(plan.order)}" if len(orders) > 1 else ""
+        found.append(f"{plan.method.name}{seed}{order}")
+    return found
 
 
 class _Watcher:
-    """Passes the events of a run on to its display, the steps only now and then."""
+    """Passes the events of a run on to its display, but only some of its steps."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: _Display) -> None:
         self._display = display
         self._shown_at = self._stage_started = time.perf_counter()
         self._steps = self._before = 0
         self.any_event = False
 
     def see(self, event: Event) -> None:
-        """Takes the next event."""
         self.any_event = True
         if isinstance(event, StageStarted):
             self._stage_started, self._steps, self._before = time.perf_counter(), event.done, event.done
@@ -190,14 +197,14 @@ class _Watcher:
             if now - self._shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
                 self._shown_at = now
                 speed = (self._steps - self._before) / max(now - self._stage_started, 1e-9)
-                self._display.step(event, self._steps, speed)
+                self._display.step(event.tick, self._steps, speed)
         elif isinstance(event, StageFinished):
             self._display.finish(event)
 
 
 @contextmanager
-def _displays(runs: Sequence[Run], console: Console) -> Iterator[Callable[[Run, str | None], Display]]:
-    """What makes a display for a run; its name is needed where there are several."""
+def _displays(runs: Sequence[Run], console: Console) -> Iterator[Callable[[Run, str | None], _Display]]:
+    """Yields what makes the display of a run; a label is needed if there are several."""
     if not console.is_terminal:
         yield lambda run, label: _Lines(run, console, label)
         return
@@ -209,134 +216,212 @@ def _displays(runs: Sequence[Run], console: Console) -> Iterator[Callable[[Run, 
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        if len(runs) == 1:
-            yield lambda run, label: _Bars(run, console, progress)
-        else:
-            yield lambda run, label: _OneOfMany(run, console, progress, label or run.plan.method.name)
+        yield lambda run, label: _Bar(run, console, progress, label if len(runs) > 1 else None)
 
 
-class _Bars:
-    """A bar for the stage under way, a line for every finished one."""
+class _Display:
+    """Shows the stages of a run."""
 
-    def __init__(self, run: Run, console: Console, progress: Progress) -> None:
-        self._run, self._console, self._progress = run, console, progress
-        self._task = progress.add_task(f"[bold]{escape(run.plan.method.name)}[/] preparing", total=None, note="")
+    def __init__(self, run: Run, console: Console, label: str | None = None) -> None:
+        self._run, self._console, self._label = run, console, label
+        self._name = label or run.plan.method.name
 
     def start(self, event: StageStarted) -> None:
-        name = f"[bold]{escape(self._run.plan.method.name)}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
+        raise NotImplementedError
+
+    def step(self, tick: Tick, done: int, speed: float) -> None:
+        """Shows that ``done`` updates of the stage are made, at ``speed`` updates per second."""
+        raise NotImplementedError
+
+    def finish(self, event: StageFinished) -> None:
+        raise NotImplementedError
+
+    def _place(self, event: StageStarted | StageFinished) -> str:
+        return f"{event.stage + 1}/{len(self._run.plan.order)} {event.domain}"
+
+    def _summary(self, event: StageFinished) -> str:
+        accuracies = "  ".join(f"{name} {value:.1f}" for name, value in event.accuracy.items())
+        reused = ", reused source network" if event.statistics.get("from_cache") else ""
+        return f"{f'{self._name} {self._place(event)}':<22} {accuracies}  ({event.seconds:.0f} s{reused})"
+
+
+class _Bar(_Display):
+    """A bar for the stage under way and a line for every finished one.
+
+    A run among others has a label, and a bar only from its first step to its last.
+    """
+
+    def __init__(self, run: Run, console: Console, progress: Progress, label: str | None = None) -> None:
+        super().__init__(run, console, label)
+        self._progress = progress
+        self._task: TaskID | None = None
+        if label is None:
+            self._task = progress.add_task(f"[bold]{escape(self._name)}[/] preparing", total=None, note="")
+
+    def start(self, event: StageStarted) -> None:
+        short = self._name
+        if self._label and len(short) > WIDEST_LABEL:
+            short = f"{short[: WIDEST_LABEL - 1]}…"
+        name = f"[bold]{escape(short)}[/] {escape(self._place(event))}"
+        if self._task is None:
+            self._task = self._progress.add_task(name, note="")
         self._progress.reset(self._task, total=event.steps or None, completed=event.done, description=name, note="")
 
-    def step(self, event: Trained, done: int, speed: float) -> None:
-        self._progress.update(self._task, completed=done, note=f"{_note(event.tick)} {speed:.1f}/s")
-
-    def finish(self, event: StageFinished) -> None:
-        _print_finished(self._console, event, _summary(self._run, event))
-
-
-class _OneOfMany:
-    """A bar of a run among others, from its first step to its last; a line for every finished stage."""
-
-    def __init__(self, run: Run, console: Console, progress: Progress, label: str) -> None:
-        self._run, self._console, self._progress, self._label = run, console, progress, label
-        self._task: TaskID | None = None
-
-    def start(self, event: StageStarted) -> None:
-        name = f"[bold]{escape(_shortened(self._label))}[/] {_place(self._run, event.stage)} {escape(event.domain)}"
-        if self._task is None:
-            self._task = self._progress.add_task(name, total=event.steps or None, completed=event.done, note="")
-        else:
-            self._progress.reset(self._task, total=event.steps or None, completed=event.done, description=name, note="")
-
-    def step(self, event: Trained, done: int, speed: float) -> None:
+    def step(self, tick: Tick, done: int, speed: float) -> None:
         assert self._task is not None
-        loss = f"loss {float(event.tick.means['total']):.2f} " if "total" in event.tick.means else ""
-        self._progress.update(self._task, completed=done, note=f"{loss}{speed:.1f}/s")
+        note = _loss(tick) if self._label else _note(tick)
+        self._progress.update(self._task, completed=done, note=f"{note} {speed:.1f}/s".lstrip())
 
     def finish(self, event: StageFinished) -> None:
-        _print_finished(self._console, event, _summary(self._run, event, self._label))
-        if event.stage + 1 == len(self._run.plan.order) and self._task is not None:
+        rollback = _rollback(event, self._console.width)
+        mark = "[yellow]↶[/]" if rollback else "[green]✓[/]"
+        self._console.print(f"{mark} {escape(self._summary(event))}", soft_wrap=True)
+        if rollback:
+            self._console.print(f"[yellow]{escape(rollback)}[/]", soft_wrap=True)
+        if self._label and event.stage + 1 == len(self._run.plan.order) and self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
 
 
-def _shortened(label: str) -> str:
-    """A name that leaves room for a bar."""
-    return label if len(label) <= WIDEST_LABEL else f"{label[: WIDEST_LABEL - 1]}…"
-
-
-class _Lines:
-    """A line now and then, and one for every finished stage."""
+class _Lines(_Display):
+    """A line from time to time, and one for every finished stage."""
 
     def __init__(self, run: Run, console: Console, label: str | None = None) -> None:
-        self._run, self._console, self._label = run, console, label
+        super().__init__(run, console, label)
         self._printed_at = time.perf_counter()
         self._steps = 0
 
     def start(self, event: StageStarted) -> None:
         self._steps = event.steps
-        where = f"{self._label or self._run.plan.method.name} stage {_place(self._run, event.stage)} {event.domain}"
-        before = f", {event.done} of them made before" if event.done else ""
-        self._print(f"{where}: {event.images} images, {event.steps} steps{before}")
+        before = f", {event.done} of them done before" if event.done else ""
+        self._print(f"{self._name} stage {self._place(event)}: {event.images} images, {event.steps} steps{before}")
 
-    def step(self, event: Trained, done: int, speed: float) -> None:
-        tick = event.tick
-        apart = SECONDS_BETWEEN_LINES if tick.epoch_done else SECONDS_WITHIN_EPOCHS
-        if time.perf_counter() - self._printed_at < apart:
+    def step(self, tick: Tick, done: int, speed: float) -> None:
+        pause = SECONDS_BETWEEN_LINES if tick.epoch_done else SECONDS_WITHIN_EPOCHS
+        if time.perf_counter() - self._printed_at < pause:
             return
-        left = (self._steps - done) / max(speed, 1e-9)
         name = f"{self._label} {tick.phase.name}" if self._label else tick.phase.name
         step = "" if tick.epoch_done else f" step {tick.step}/{tick.phase.steps}"
-        self._print(
-            f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {_note(tick)}, "
-            f"{speed:.1f} steps/s, {left:.0f} s left"
-        )
+        left = (self._steps - done) / max(speed, 1e-9)
+        numbers = f"{_note(tick)}, {speed:.1f} steps/s, {left:.0f} s left"
+        self._print(f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {numbers}")
 
     def finish(self, event: StageFinished) -> None:
-        self._print(_summary(self._run, event, self._label))
-        if told := _rollback(event, self._console.width):
-            self._print(told)
+        self._print(self._summary(event))
+        if rollback := _rollback(event, self._console.width):
+            self._print(rollback)
 
     def _print(self, line: str) -> None:
         self._printed_at = time.perf_counter()
         self._console.print(line, markup=False, soft_wrap=True)
 
 
-def _place(run: Run, stage: int) -> str:
-    return f"{stage + 1}/{len(run.plan.order)}"
+def _loss(tick: Tick) -> str:
+    return f"loss {float(tick.means['total']):.2f}" if "total" in tick.means else ""
 
 
 def _note(tick: Tick) -> str:
-    """Loss and what is known of the pseudo labels."""
-    parts = [f"loss {float(tick.means['total']):.2f}"] if "total" in tick.means else []
+    """The loss, and confidence and agreement of the pseudo-labels."""
+    parts = [_loss(tick)]
     if "confident" in tick.means:
         parts.append(f"conf {100 * float(tick.means['confident']):.0f}%")
     if "labels_as_predicted" in tick.statistics:
         parts.append(f"agree {100 * tick.statistics['labels_as_predicted']:.0f}%")
-    return " ".join(parts)
-
-
-def _print_finished(console: Console, event: StageFinished, summary: str) -> None:
-    """A line about a finished stage, and a paragraph if the guard undid it."""
-    told = _rollback(event, console.width)
-    console.print(f"{'[yellow]↶[/]' if told else '[green]✓[/]'} {escape(summary)}", soft_wrap=True)
-    if told:
-        console.print(f"[yellow]{escape(told)}[/]", soft_wrap=True)
+    return " ".join(filter(None, parts))
 
 
 def _rollback(event: StageFinished, width: int) -> str:
-    """What was undone, why, and what to do, in lines no longer than they are read; nothing if the stage counts."""
+    """What the guard rolled back, why, and what to do, wrapped; empty if it accepted the stage."""
     if not event.guard or not event.guard["rolled_back"]:
         return ""
-    told = (
-        f"{event.domain} was rolled back: {'; '.join(event.guard['reasons'])}. The model before it goes on. "
+    text = (
+        f"{event.domain} was rolled back: {'; '.join(event.guard['reasons'])}. The previous model continues. "
         "Look at the images; --guard off learns from them anyway."
     )
     room = max(min(width, WIDEST_TEXT) - 2, 20)
-    return textwrap.indent(textwrap.fill(told, room, break_long_words=False, break_on_hyphens=False), "  ")
+    return textwrap.indent(textwrap.fill(text, room, break_long_words=False, break_on_hyphens=False), "  ")
 
 
-def _summary(run: Run, event: StageFinished, label: str | None = None) -> str:
-    accuracies = "  ".join(f"{name} {value:.1f}" for name, value in event.accuracy.items())
-    place = f"{label or run.plan.method.name} {_place(run, event.stage)} {event.domain}"
-    kept = ", source network of an earlier run" if event.statistics.get("from_cache") else ""
-    return f"{place:<22} {accuracies}  ({event.seconds:.0f} s{kept})"
+class _ImageNotes:
+    """Prints the notes on the images of a study's runs, each once per stream."""
+
+    def __init__(self, study: Study, console: Console) -> None:
+        self._several = len({entry.stream for entry in study.entries}) > 1
+        self._console = console
+        self._seen: set[int] = set()
+        self._printed: set[str] = set()
+
+    def see(self, run: Run) -> None:
+        """Reads the notes from the config of a run under way."""
+        if id(run) in self._seen:
+            return
+        self._seen.add(id(run))
+        try:
+            config = read_json(run.folder / "config.json")
+        except RatpError:  # the run itself will report it
+            return
+        notes, origins = config.get("notes"), config.get("origins")  # perhaps written by another version
+        known = image_notes(notes if isinstance(notes, list) else [], origins if isinstance(origins, dict) else {})
+        for note in known:
+            text = f"{run.plan.spec.name}, {note}" if self._several else str(note)
+            if text not in self._printed:
+                self._printed.add(text)
+                print_note(text, self._console)
+
+
+class StudyWatcher:
+    """Measures how far the runs of a study are, in stages."""
+
+    def __init__(self, todo: Sequence[Entry]) -> None:
+        self.total = sum(len(entry.order) for entry in todo)
+        self.done_runs = 0
+        self._runs = len(todo)
+        self._several = len({(entry.stream, entry.order) for entry in todo}) > 1
+        self._started = time.perf_counter()
+        # By the name of a run, in stages: where it began and where it is; and the steps of its stage.
+        self._begun: dict[str, float] = {}
+        self._now: dict[str, float] = {}
+        self._steps: dict[str, int] = {}
+        self._reasons: set[str] = set()
+
+    @property
+    def done(self) -> float:
+        """The stages done, including parts of stages."""
+        return sum(self._now.values())
+
+    @property
+    def left(self) -> str:
+        """How long the rest will take at the speed so far."""
+        made = self.done - sum(self._begun.values())
+        if made <= 0.02 or self.done_runs == self._runs:
+            return ""
+        seconds = (time.perf_counter() - self._started) / made * max(self.total - self.done, 0.0)
+        return f"{duration(seconds)} left"
+
+    def see(self, run: Run, event: Event) -> None:
+        """Handles an event of a run."""
+        name = run.folder.name
+        if isinstance(event, StageStarted):
+            self._steps[name] = max(event.steps, 1)
+            now = event.stage + event.done / self._steps[name]
+            self._now[name] = max(now, self._begun.setdefault(name, now))  # a run may begin a stage again
+        elif isinstance(event, Trained):
+            self._now[name] += event.tick.made / self._steps[name]
+        elif isinstance(event, StageFinished):
+            self._now[name] = event.stage + 1.0
+
+    def ended(self, entry: Entry, result: Result) -> str:
+        """Counts a run as ended, and says how; names its stream and order unless all runs share them."""
+        title = entry.title if self._several else f"{entry.rows[0].label}, seed {entry.seed}"
+        self.done_runs += 1
+        end, made = float(len(entry.order)), self._now.get(entry.name, 0.0) - self._begun.get(entry.name, 0.0)
+        self._begun[entry.name], self._now[entry.name] = end - made, end  # a failed run does nothing more
+        if isinstance(result, InUseError):
+            return f"{title}: left to {result.process}"
+        if isinstance(result, RatpError):
+            reason = brief(result)
+            text = "failed for the same reason" if reason in self._reasons else reason
+            self._reasons.add(reason)
+            return f"{title}: {text}"
+        numbers = "  ".join(f"{metric} {number(result.matrix.average(metric))}" for metric in METRICS)
+        return f"{title}: {numbers}  ({duration(result.seconds)})"

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ratp.changed import by_now
-from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.loading import print_note
-from ratp.cli.runs import Json, Quiet
+from ratp._core.files import safe_name
+from ratp.cli.console import print_json, print_note, say, stderr, stdout
+from ratp.cli.options import Json, Quiet
 from ratp.errors import RatpError, RunDirectoryError
-from ratp.files import safe_name
-from ratp.record import CONTINUED, RunRecord, is_run, read_run
-from ratp.request import DEFAULT_PRESET
+from ratp.runs import DEFAULT_PRESET
+from ratp.runs.record import CONTINUED, RunRecord, is_run, read_run
 from ratp.streams import STREAMS
-from ratp.study import ABOUT, COMPARISON, REPORT
+from ratp.studies.study import ABOUT, COMPARISON, REPORT
 
-_LONGEST = 40  # letters that changed switches may have in a file's name
+_LONGEST = 40  # characters of changed switches in a file name
 
 
 def report(
@@ -29,7 +27,7 @@ def report(
         Path | None,
         typer.Option(
             help="Folder for the report; default: `report` in the first folder given, or `comparison` if that is a "
-            "study's, whose report stays as it is."
+            "study's."
         ),
     ] = None,
     export: Annotated[
@@ -39,13 +37,14 @@ def report(
     json_: Json = False,
 ) -> None:
     """Compare runs: tables on the terminal; Markdown, CSV, LaTeX, plots and one HTML page in a folder."""
-    from ratp.report.page import write_report
-    from ratp.report.terminal import print_report
+    from ratp.reports.page import write_report
+    from ratp.reports.tables import print_report
 
     records = [record for path in runs for record in _read(path)]
     if export is not None:
         _export(records, export)
-    page = write_report(records, out or _folder(runs[0]))
+    inside = COMPARISON if (runs[0] / ABOUT).exists() else REPORT
+    page = write_report(records, out or (runs[0] / inside if runs[0].is_dir() else Path(REPORT)))
     if json_:
         print_json({"runs": [record.to_json() for record in records], "report": str(page)})
     elif not quiet:
@@ -53,32 +52,20 @@ def report(
         say(f"Report: {page}")
 
 
-def _folder(first: Path) -> Path:
-    """Where a report goes unless a folder is asked for."""
-    if not first.is_dir():
-        return Path(REPORT)
-    return first / (COMPARISON if (first / ABOUT).exists() else REPORT)
-
-
 def _read(path: Path) -> list[RunRecord]:
-    """The run at ``path``, or all in that folder: run directories or, if there are none, exported results.
+    """Reads the run at ``path``, or all in that folder: run directories or, if there are none, exported results."""
+    from ratp.runs.plan import with_current_defaults
 
-    Of a folder, what is damaged is left out with a word, unless it is all there is.
-    """
     if not path.is_dir() or is_run(path):
-        return [by_now(read_run(path))]
+        return [with_current_defaults(read_run(path))]
     inside = sorted(filter(is_run, path.iterdir())) or sorted(path.glob("*.json"))
     if not inside:
         raise RunDirectoryError(f"{path} holds no run: no config.json, no folder with one and no exported result.")
-    return [by_now(record) for record in read_whole(inside)]
+    return [with_current_defaults(record) for record in read_whole(inside)]
 
 
 def read_whole(places: Sequence[Path]) -> list[RunRecord]:
-    """The runs at some places; one that is damaged is left out with a word, unless all are.
-
-    Raises:
-        RunDirectoryError: If all are, with what is wrong with the first.
-    """
+    """Reads the runs at some paths, leaving out damaged ones with a note."""
     found: list[RunRecord] = []
     damage: list[RunDirectoryError] = []
     for place in places:
@@ -94,19 +81,22 @@ def read_whole(places: Sequence[Path]) -> list[RunRecord]:
 
 
 def _export(records: list[RunRecord], folder: Path) -> None:
+    """Writes each run to the first of NAME.json, NAME-2.json, … that does not hold another run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirectoryError(f"cannot make {folder}: {error.strerror}.") from error
+        raise RunDirectoryError(f"cannot create {folder}: {error.strerror}.") from error
     written: set[Path] = set()
     for record in records:
-        path = _free(folder, _name(record), record, written)
+        name = _name(record)
+        paths = (folder / (f"{name}-{number}.json" if number > 1 else f"{name}.json") for number in count(1))
+        path = next(p for p in paths if p not in written and (not p.exists() or _holds(p, record)))
         record.export(path)
         written.add(path)
 
 
 def _name(record: RunRecord) -> str:
-    """What a result is called: stream, method, seed; all that is not usual about it."""
+    """Names a result after stream, method and seed, and whatever is not the default."""
     config, order = record.config, record.matrix.domains
     parts = [config["stream"], record.method, str(record.seed)]
     if config["stream"] in STREAMS and order != STREAMS[config["stream"]].orders["default"]:
@@ -118,14 +108,8 @@ def _name(record: RunRecord) -> str:
     return safe_name("-".join(parts))
 
 
-def _free(folder: Path, name: str, record: RunRecord, taken: Container[Path]) -> Path:
-    """A file of this name or, if that holds another run, of the first number behind it that does not."""
-    paths = (folder / (f"{name}-{number}.json" if number > 1 else f"{name}.json") for number in count(1))
-    return next(path for path in paths if path not in taken and (not path.exists() or _holds(path, record)))
-
-
 def _holds(path: Path, record: RunRecord) -> bool:
-    """Whether a file has an earlier export of the run; what is no result is another's."""
+    """Whether a file is an earlier export of the run."""
     try:
         return read_run(path).config.get("fingerprint") == record.config.get("fingerprint")
     except RatpError:

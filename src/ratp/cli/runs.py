@@ -6,129 +6,52 @@ import shlex
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.markup import escape
 
-from ratp.changed import by_now
-from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.loading import data_options, decoding, print_note, print_notes
-from ratp.cli.progress import follow, follow_all
+from ratp._core.files import safe_name
+from ratp.cli import options as opt
+from ratp.cli.console import (
+    data_options,
+    decoding,
+    parse_devices,
+    parse_jobs,
+    print_error,
+    print_json,
+    print_note,
+    print_notes,
+    say,
+    stderr,
+    stdout,
+)
 from ratp.errors import ConfigError, RatpError
-from ratp.files import safe_name
-from ratp.methods import METHODS
-from ratp.on_devices import find_devices
-from ratp.plan import RunPlan, resolve
-from ratp.record import CONTINUED, RunRecord
-from ratp.request import DEFAULT_PRESET, RunRequest
-from ratp.run import SAVE_EVERY, Run
-from ratp.streams.own import NAME as FOLDERS
-from ratp.study import Executor, find_executor
+from ratp.methods import METHODS, find_method
+from ratp.runs import DEFAULT_PRESET, SAVE_EVERY
+from ratp.runs.record import CONTINUED, RunRecord
+from ratp.streams import FOLDERS, STREAMS, find_stream, is_folder
+
+if TYPE_CHECKING:
+    from ratp.runs.plan import RunPlan
+    from ratp.runs.request import RunRequest
+    from ratp.runs.run import Run
+    from ratp.studies.execute import Executor
 
 DEMO_METHODS = ("source-only", "ratp")
-
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only what may be amiss.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to standard output.")]
-Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the benchmarks' images; default $RATP_DATA, else data.", show_default=False),
-]
-OnBadImage = Annotated[
-    str, typer.Option("--on-bad-image", help="Files that are no usable images: stop with their names, or skip them.")
-]
-ExtraClasses = Annotated[
-    str, typer.Option(help="Classes of a target that the source does not have: stop, or drop their images.")
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="cpu, cuda, cuda:1, … or auto. Several runs use all GPUs with cuda and auto, or those of a list: "
-        "cuda:0,cuda:2.",
-    ),
-]
-Jobs = Annotated[
-    str,
-    typer.Option(
-        "--jobs",
-        "-j",
-        help="How many runs to make at once, with several devices on each; auto: all cores, on a GPU 8 with DTN.",
-    ),
-]
-Precision = Annotated[
-    str, typer.Option(help="How a GPU multiplies: fp32, tf32, bf16, or auto: tf32 where there is one.")
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        help="What the feature extractor starts from: a .safetensors file, imagenet, none, or auto: "
-        "$RATP_WEIGHTS if set, else what is usual for it.",
-    ),
-]
-Probe = Annotated[
-    bool,
-    typer.Option(
-        "--probe/--no-probe", help="Measure the new domain after every epoch of its stage. Changes no result."
-    ),
-]
-SaveEvery = Annotated[
-    float,
-    typer.Option(
-        "--save-every",
-        metavar="SEC",
-        help="Seconds between two checkpoints within a stage; 0: stages are the only ones. Changes no result.",
-    ),
-]
-Features = Annotated[
-    bool,
-    typer.Option(
-        "--features",
-        help="Keep embeddings of some test images after every stage; the report draws them. Changes no result.",
-    ),
-]
-Guard = Annotated[
-    str,
-    typer.Option(
-        "--guard",
-        help="Judge every target stage without labels: act undoes one that ruins the model or whose images are none, "
-        "record only notes it, off does neither; auto: act on own images, else record.",
-    ),
-]
-ReuseSource = Annotated[
-    bool,
-    typer.Option(
-        "--reuse-source/--no-reuse-source",
-        help="Take the network an earlier run trained on the same source in the same way. Changes no result.",
-    ),
-]
 
 
 def run(
     stream: Annotated[
         str,
-        typer.Argument(
-            help="Name of the stream (`ratp streams` lists them), a .toml file, a folder of domains, or `folders`."
-        ),
+        typer.Argument(help="A stream (`ratp streams` lists them), a .toml file, a folder of domains, or `folders`."),
     ] = "demo",
     methods: Annotated[
         list[str] | None,
-        typer.Option(
-            "--method",
-            "-m",
-            metavar="NAME",
-            help="Name of the method, a .py file that defines one, or all; repeatable. Default ratp.",
-        ),
+        typer.Option("--method", "-m", metavar="NAME", help="A method, a .py file, or all; repeatable. Default ratp."),
     ] = None,
     orders: Annotated[
         list[str] | None,
-        typer.Option(
-            "--order",
-            metavar="NAME",
-            help="Order of the domains: a name, or e.g. 'scan>photo>font>street'; repeatable.",
-        ),
+        typer.Option("--order", metavar="NAME", help="Order of the domains: a name, or e.g. 'scan>photo'; repeatable."),
     ] = None,
     preset: Annotated[str, typer.Option(help="Switches to start from.")] = DEFAULT_PRESET,
     seeds: Annotated[
@@ -141,69 +64,75 @@ def run(
             "--set",
             "-s",
             metavar="NAME=X",
-            help="Set a switch, e.g. --set pca.scale=8; repeatable. `ratp methods show NAME` lists them.",
+            help="Set a switch, e.g. pca.scale=8 (see `ratp methods show`); repeatable.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory; default runs/STREAM-METHOD-SEED, with a hash if anything is changed. Of several runs: "
-            "the folder for their directories."
+            help="Run directory; default runs/STREAM-METHOD-SEED, plus a hash if anything is changed. For several "
+            "runs: the folder for their directories."
         ),
     ] = None,
     after: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a finished run to go on from: its order is the beginning of this one's, and only the "
-            "new domains are trained on.",
+            help="Directory of a finished run to continue with further domains: the order must begin with its order, "
+            "and only the new domains are trained on.",
         ),
     ] = None,
-    subset: Annotated[bool, typer.Option("--subset", help="Let the order leave domains out.")] = False,
+    subset: Annotated[bool, typer.Option("--subset", help="Allow an order that leaves out domains.")] = False,
     source: Annotated[Path | None, typer.Option(help="For `folders`: folder or zip of the labelled source.")] = None,
     targets: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="PATH", help="For `folders`: folders or zips of the targets, one after another as they arrive."
-        ),
+        typer.Option(metavar="PATH", help="For `folders`: folders or zips of the targets, in order of arrival."),
     ] = None,
     unlabelled: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Target of your own, by path or name, whose folders are no classes: all images below it, without "
-            "labels; repeatable.",
+            help="A target of your own, by path or name, to read without labels: all images in it, whatever its "
+            "folders; repeatable.",
         ),
     ] = None,
-    data: Data = None,
-    weights: Weights = "auto",
-    on_bad_image: OnBadImage = "stop",
-    extra_classes: ExtraClasses = "stop",
-    probe: Probe = False,
-    features: Features = False,
-    save_every: SaveEvery = SAVE_EVERY,
-    reuse_source: ReuseSource = True,
-    guard: Guard = "auto",
-    device: Device = "auto",
-    precision: Precision = "auto",
-    jobs: Jobs = "auto",
-    quiet: Quiet = False,
-    json_: Json = False,
+    data: opt.Data = None,
+    weights: opt.Weights = "auto",
+    on_bad_image: opt.OnBadImage = "stop",
+    extra_classes: opt.ExtraClasses = "stop",
+    probe: opt.Probe = False,
+    features: opt.Features = False,
+    save_every: opt.SaveEvery = SAVE_EVERY,
+    reuse_source: opt.ReuseSource = True,
+    guard: opt.Guard = "auto",
+    device: opt.Device = "auto",
+    precision: opt.Precision = "auto",
+    jobs: opt.Jobs = "auto",
+    quiet: opt.Quiet = False,
+    json_: opt.Json = False,
 ) -> None:
     """Train a method on a stream of domains. The same command continues an interrupted run.
 
-    Several seeds, orders or methods are run side by side in all their combinations.
+    Several seeds, orders or methods run side by side in all combinations.
 
-    A finished run takes the next domain with --after.
+    With --after, a finished run continues with the next domain.
     """
     request_changes, problems = _parse_changes(changes or [])
     at_once = parse_jobs(jobs, problems)
-    first, devices = parse_devices(device, precision, problems)
     if not save_every >= 0:
         problems.append(f"--save-every takes seconds, 0 or more, got {save_every:g}; e.g. --save-every 60.")
     methods = [name for given in methods or ["ratp"] for name in (METHODS if given == "all" else [given])]
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     if after is not None and len(combinations) > 1:
-        problems.append("--after names one run to go on from: give one method, one order and one seed.")
+        problems.append("--after continues from one run: give one method, one order and one seed.")
+    others = (problems, changes, orders, seeds, unlabelled, after, preset != DEFAULT_PRESET, on_bad_image != "stop")
+    if not any(others) and (weights, guard, device, precision, extra_classes) == (*["auto"] * 4, "stop"):
+        _refuse_unknown(stream, methods or [])
+
+    from ratp.runs.request import RunRequest
+    from ratp.runs.run import Run
+    from ratp.studies.execute import find_executor
+
+    first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
         requests = [
@@ -227,32 +156,32 @@ def run(
             for method, order, seed in combinations
         ]
         plans = _resolve_all(requests, [*problems, *wrong])
-        how: dict[str, Any] = {
-            "probe": probe,
-            "features": features,
-            "reuse_source": reuse_source,
-            "save_every": save_every or None,
-        }
+        how: dict[str, Any] = {"probe": probe, "features": features, "reuse_source": reuse_source}
+        how["save_every"] = save_every or None
         if len(plans) == 1:
             folder = out or _default_folder(plans[0], continued=after is not None)
             current = Run(plans[0], folder, after=after, **how)
         else:
-            several = _prepare_all(plans, _folders(plans, out), **how)
+            folders = [_default_folder(plan) for plan in plans]
+            several = _prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
     if len(plans) > 1:
         _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
         return
     if not json_:
         print_notes(current.stream, stderr(), brief=quiet)
+    from ratp.cli.progress import follow
+    from ratp.runs.plan import with_current_defaults
+
     follow(current, stderr(), quiet=quiet or json_)
     record = current.record()
     if json_:
         print_json(record.to_json())
     elif quiet:
-        _tell_rollbacks([record])
+        _print_rollbacks([record])
     else:
-        from ratp.report.terminal import print_report
+        from ratp.reports.tables import print_report
 
-        print_report([by_now(record)], stdout())
+        print_report([with_current_defaults(record)], stdout())
         for path in current.predictions:
             say(f"Predictions: {path}")
         say(f"Run directory: {current.folder}")
@@ -264,7 +193,9 @@ def run(
 def _run_several(
     runs: Sequence[Run], out: Path | None, at_once: int | None, on: Executor, *, quiet: bool, json_: bool
 ) -> None:
-    """Makes runs side by side, compares them and says where they are; those that failed come last."""
+    """Executes runs side by side, compares them and says where they are; failures come last."""
+    from ratp.cli.progress import follow_all
+
     if not json_:
         said = []
         for current in runs:
@@ -272,43 +203,45 @@ def _run_several(
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr(), brief=quiet)
-    records, failed = _sorted_out(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
+    records, failed = _split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
     elif quiet:
-        _tell_rollbacks(records)
+        _print_rollbacks(records)
     elif records:
-        from ratp.report.terminal import print_report
+        from ratp.reports.tables import print_report
 
         print_report(records, stdout())
         for path in (path for current in runs for path in current.predictions if path.exists()):
             say(f"Predictions: {path}")
         folders = [out] if out is not None and not failed else [record.path for record in records]
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
-    _tell_failures(failed)
+    _fail(failed)
 
 
-def _tell_rollbacks(records: Sequence[RunRecord]) -> None:
-    """Says what the guard undid, where nothing else does."""
+def _print_rollbacks(records: Sequence[RunRecord]) -> None:
+    """Reports what the guard rolled back, even with --quiet."""
     for record in records:
         for what in record.rollbacks:
             print_note(f"{record.path}: the guard rolled back {what}.", stderr())
 
 
-def _sorted_out(
+def _split(
     runs: Sequence[Run], results: Sequence[RunRecord | RatpError]
 ) -> tuple[list[RunRecord], list[tuple[Run, RatpError]]]:
-    """Records of the runs that came to their end, and the others with their errors."""
-    records = [by_now(result) for result in results if isinstance(result, RunRecord)]
+    """Separates the records of finished runs from the errors of the others."""
+    from ratp.runs.plan import with_current_defaults
+
+    records = [with_current_defaults(result) for result in results if isinstance(result, RunRecord)]
     failed = [(run, error) for run, error in zip(runs, results, strict=True) if isinstance(error, RatpError)]
     return records, failed
 
 
-def _tell_failures(failed: Sequence[tuple[Run, RatpError]]) -> None:
-    """Ends the program with an error for every run that failed, if any did."""
+def _fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
+    """Prints the errors of failed runs and exits with code 2, if there are any."""
     for current, error in failed:
-        stderr().print(f"[bold red]error:[/] {escape(f'{current.folder}: {error}')}", soft_wrap=True)
+        print_error(f"{current.folder}: {error}")
     if failed:
         raise typer.Exit(2)
 
@@ -318,15 +251,18 @@ def demo(
         list[str] | None, typer.Option("--seed", metavar="N", help="Seed; repeatable. Default 2022.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("runs/demo"),
-    probe: Probe = True,
-    device: Device = "auto",
-    jobs: Jobs = "auto",
-    quiet: Quiet = False,
-    json_: Json = False,
+    probe: opt.Probe = True,
+    device: opt.Device = "auto",
+    jobs: opt.Jobs = "auto",
+    quiet: opt.Quiet = False,
+    json_: opt.Json = False,
 ) -> None:
-    """Run RaTP and source-only on the embedded stream and compare them. Several seeds are run side by side."""
-    from ratp.report.page import write_report
-    from ratp.report.terminal import print_report
+    """Run RaTP and source-only on the embedded stream and compare them. Several seeds run side by side."""
+    from ratp.cli.progress import follow, follow_all
+    from ratp.reports.page import write_report
+    from ratp.reports.tables import print_report
+    from ratp.runs.request import RunRequest
+    from ratp.studies.execute import find_executor
 
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
@@ -341,18 +277,20 @@ def demo(
     else:
         executor = find_executor(devices=devices)
         results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
-    records, failed = _sorted_out(runs, results)
+    records, failed = _split(runs, results)
     page = write_report(records, out / "report") if records else None
     if json_:
         print_json({"runs": [record.to_json() for record in records], "report": str(page) if page else None})
     elif not quiet and records:
         print_report(records, stdout())
         say(f"Report: {page}")
-    _tell_failures(failed)
+    _fail(failed)
 
 
 def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -> list[RunPlan]:
-    """All requests resolved, or the mistakes of all of them, after those known already."""
+    """Resolves all requests, or raises the mistakes of all of them together."""
+    from ratp.runs.plan import resolve
+
     plans: list[RunPlan] = []
     found: dict[str, list[RunRequest]] = {problem: [] for problem in problems}
     for request in requests:
@@ -362,24 +300,24 @@ def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -
             for problem in error.problems:
                 found.setdefault(problem, []).append(request)
     if found:
-        known = {request.method for request in requests}
-        raise ConfigError([_of_method(problem, {r.method for r in where}, known) for problem, where in found.items()])
+        known, listed = {request.method for request in requests}, []
+        for problem, where in found.items():  # prefixed with its methods, unless it concerns all of them
+            methods = {request.method for request in where}
+            listed.append(f"{', '.join(sorted(methods))}: {problem}" if methods not in (set(), known) else problem)
+        raise ConfigError(listed)
     return plans
 
 
-def _of_method(problem: str, methods: set[str], known: set[str]) -> str:
-    """A mistake, with the methods it is one of if it is not one of all."""
-    return f"{', '.join(sorted(methods))}: {problem}" if methods and methods != known else problem
-
-
 def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -> list[Run]:
-    """A run for every plan, made as ``how`` says, with its images loaded; or all that hinders them."""
+    """Prepares a run per plan and loads its images, or raises everything that is wrong."""
+    from ratp.runs.run import Run
+
     runs: list[Run] = []
     problems: list[str] = []
     repeated = {str(folder) for folder in folders if list(folders).count(folder) > 1}
     if repeated:
         names = ", ".join(sorted(repeated))
-        raise ConfigError(f"the same run is asked for twice: {names}. Give every seed, order and method once.")
+        raise ConfigError(f"the same run is requested twice: {names}. Give every seed, order and method once.")
     for plan, folder in zip(plans, folders, strict=True):
         try:
             runs.append(Run(plan, folder, **how))
@@ -392,29 +330,20 @@ def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) 
     return runs
 
 
-def _folders(plans: Sequence[RunPlan], out: Path | None) -> list[Path]:
-    """A folder for each of several plans: as for one, or inside the one asked for."""
-    folders = [_default_folder(plan) for plan in plans]
-    return folders if out is None else [out / folder.name for folder in folders]
-
-
-def parse_jobs(jobs: str, problems: list[str]) -> int | None:
-    """How many runs at once; None: as many as the device takes. A mistake is added to ``problems``."""
-    if jobs.strip() == "auto":
-        return None
-    if jobs.strip().isdecimal() and int(jobs) > 0:
-        return int(jobs)
-    problems.append(f"--jobs takes auto or a number of runs, 1 or more, got {jobs!r}; e.g. --jobs 4.")
-    return None
-
-
-def parse_devices(device: str, precision: str, problems: list[str]) -> tuple[str, tuple[torch.device, ...]]:
-    """The device that plans are made for, and all of them if they are several. Mistakes are added to ``problems``."""
-    try:
-        return device.partition(",")[0].strip(), find_devices(device, precision)
-    except ConfigError as error:
-        problems += error.problems
-        return "auto", ()
+def _refuse_unknown(stream: str, methods: Sequence[str]) -> None:
+    """Raises ConfigError if there is no such stream or method, which is known before torch is loaded."""
+    problems: list[str] = []
+    for find, name, known in (
+        (find_stream, stream, stream in (*STREAMS, FOLDERS) or stream.endswith(".toml") or is_folder(Path(stream))),
+        *((find_method, name, name in (*METHODS, "all") or name.endswith(".py")) for name in methods),
+    ):
+        try:
+            if not known:
+                find(name)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -432,10 +361,9 @@ def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _default_folder(plan: RunPlan, *, continued: bool = False) -> Path:
-    """A folder of its own for every plan, with a plain name for the usual one of a benchmark."""
+    """The default run directory: a plain name for a benchmark with default settings, else one with a hash."""
+    hashed = f"{safe_name(plan.title)}-{plan.digest()[:8]}"
     if continued:
-        return Path("runs") / f"{safe_name(plan.title)}-{plan.digest()[:8]}-{CONTINUED}"
+        return Path("runs") / f"{hashed}-{CONTINUED}"
     usual = not plan.changed and plan.preset == DEFAULT_PRESET and plan.order == plan.spec.orders["default"]
-    if usual and not plan.spec.values:
-        return Path("runs") / plan.title
-    return Path("runs") / f"{safe_name(plan.title)}-{plan.digest()[:8]}"
+    return Path("runs") / (plan.title if usual and not plan.spec.values else hashed)

@@ -1,4 +1,4 @@
-"""``ratp study``: many runs that belong together."""
+"""``ratp study``: a grid of runs from one TOML file."""
 
 from __future__ import annotations
 
@@ -15,28 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ratp.cli.console import print_json, say, stderr, stdout
-from ratp.cli.loading import data_options, decoding
+from ratp.cli import options as opt
+from ratp.cli.console import data_options, decoding, parse_devices, parse_jobs, print_json, say, stderr, stdout
 from ratp.cli.reports import read_whole
-from ratp.cli.runs import (
-    Data,
-    Device,
-    ExtraClasses,
-    Jobs,
-    Json,
-    OnBadImage,
-    Precision,
-    Quiet,
-    Weights,
-    parse_devices,
-    parse_jobs,
-)
-from ratp.cli.study_progress import follow_study
 from ratp.errors import ConfigError, RunDirectoryError, brief
-from ratp.record import RunRecord, is_run
-from ratp.request import RunRequest
-from ratp.study import ABOUT, FAILURES, STATES, Entry, State, Study, find_executor, how_many
-from ratp.study_file import read_study
+from ratp.runs.record import RunRecord, is_run
+from ratp.studies.saved import open_study
+from ratp.studies.study import ABOUT, FAILURES, STATES, Entry, State, Study, how_many
 
 app = typer.Typer(help="Studies: a grid of methods, orders, seeds and switches in a TOML file.", no_args_is_help=True)
 
@@ -45,14 +30,16 @@ Out = Annotated[Path | None, typer.Option(help="Folder of its runs; default runs
 Known = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Exported results, run directories, or folders of either, read with the folders in them, not deeper: what "
-        "they hold need not be run; repeatable."
+        help="Results that need not be run again: exported results, run directories, or folders of either, at most "
+        "two deep; repeatable."
     ),
 ]
-On = Annotated[str, typer.Option(help="Where to make the runs: local, or ray for a Ray cluster.")]
+On = Annotated[str, typer.Option(help="Where to execute the runs: local, or ray for a Ray cluster.")]
 RayAddress = Annotated[
     str | None,
-    typer.Option(help="The cluster: HOST:PORT, auto for the one running here, local to start one; default either."),
+    typer.Option(
+        help="The cluster: HOST:PORT, auto for one running here, local to start one; default: auto, else local."
+    ),
 ]
 _RESULTS = "exported results, run directories, or folders of either"
 _STYLES: dict[State, str] = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
@@ -63,19 +50,24 @@ def run(
     file: File,
     out: Out = None,
     known: Known = None,
-    data: Data = None,
-    weights: Weights = "auto",
-    on_bad_image: OnBadImage = "stop",
-    extra_classes: ExtraClasses = "stop",
-    device: Device = "auto",
-    precision: Precision = "auto",
-    jobs: Jobs = "auto",
+    data: opt.Data = None,
+    weights: opt.Weights = "auto",
+    on_bad_image: opt.OnBadImage = "stop",
+    extra_classes: opt.ExtraClasses = "stop",
+    device: opt.Device = "auto",
+    precision: opt.Precision = "auto",
+    jobs: opt.Jobs = "auto",
     on: On = "local",
     ray_address: RayAddress = None,
-    quiet: Quiet = False,
-    json_: Json = False,
+    quiet: opt.Quiet = False,
+    json_: opt.Json = False,
 ) -> None:
-    """Make all runs of a study that are not finished. The same command continues it."""
+    """Execute all unfinished runs of a study. The same command continues it."""
+    from ratp.cli.progress import follow_study
+    from ratp.runs.request import RunRequest
+    from ratp.studies.execute import find_executor, without_stale_results
+    from ratp.studies.file import read_study
+
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
     first, devices = parse_devices(device, precision, problems)
@@ -90,20 +82,22 @@ def run(
     if problems:
         raise ConfigError(problems)
     base = RunRequest(device=first, precision=precision, weights=weights, data=options)
-    study = _read(file, out, known, base)
+    study = _with_known(read_study(file, out, base), known)
     with decoding(stderr(), quiet=quiet or json_) as progress:
-        study = study.with_images_at_hand(progress)
+        study = without_stale_results(study, progress)
     study.claim()
     follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
-    _tell(study, json_=json_, quiet=quiet)
+    _print_study(study, json_=json_, quiet=quiet)
     if any(state != "finished" for state in study.states().values()):
         raise typer.Exit(2)
 
 
 @app.command()
-def status(file: File, out: Out = None, known: Known = None, weights: Weights = "auto", json_: Json = False) -> None:
-    """Say what became of every run of a study."""
-    _tell(_read(file, out, known, RunRequest(weights=weights)), json_=json_, quiet=False)
+def status(
+    file: File, out: Out = None, known: Known = None, weights: opt.Weights = "auto", json_: opt.Json = False
+) -> None:
+    """Show the state of every run of a study."""
+    _print_study(_open(file, out, known, weights), json_=json_, quiet=False)
 
 
 @app.command()
@@ -112,13 +106,13 @@ def report(
     out: Out = None,
     known: Known = None,
     to: Annotated[Path | None, typer.Option(help="Folder for the report; default `report` in the study's.")] = None,
-    weights: Weights = "auto",
-    quiet: Quiet = False,
+    weights: opt.Weights = "auto",
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Compare the finished runs of a study; what is missing is named, never filled in."""
-    from ratp.report.study import print_study, write_study
+    """Compare the finished runs of a study; missing ones are named, never filled in."""
+    from ratp.reports.study import print_study, write_study
 
-    study = _read(file, out, known, RunRequest(weights=weights))
+    study = _open(file, out, known, weights)
     results = study.results()
     if not results.records():
         where = f" --out {shlex.quote(str(out))}" if out else ""
@@ -132,17 +126,17 @@ def report(
         say(f"Report: {page}")
 
 
-def _read(file: Path, out: Path | None, known: Sequence[Path] | None, base: RunRequest | None = None) -> Study:
-    study = read_study(file, out, base)
+def _open(file: Path, out: Path | None, known: Sequence[Path] | None, weights: str) -> Study:
+    return _with_known(open_study(file, out, weights), known)
+
+
+def _with_known(study: Study, known: Sequence[Path] | None) -> Study:
     study.check_folder()
     return study.with_results([record for path in known or [] for record in _results(path)])
 
 
 def _results(path: Path) -> list[RunRecord]:
-    """The results at a path: one, a folder's run directories or, if it has none, what was exported into it.
-
-    Exported results are read from the folders in it, too; trials may be kept one deeper.
-    """
+    """Reads the result at a path or, of a folder, its run directories or else exported results, two deep."""
     try:
         if not path.exists():
             raise ConfigError(f"{path} does not exist. --known takes {_RESULTS}.")
@@ -157,8 +151,8 @@ def _results(path: Path) -> list[RunRecord]:
     return read_whole(places)
 
 
-def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
-    """The states of all runs: a table of numbers, or all of them as data. Failures are told even to who wants quiet."""
+def _print_study(study: Study, *, json_: bool, quiet: bool) -> None:
+    """Prints the states of all runs as a table or JSON. Failures print even with --quiet."""
     states = study.states()
     reasons = {entry.name: study.reason(entry, states[entry.name]) for entry in study.entries}
     if json_:
@@ -175,14 +169,14 @@ def _tell(study: Study, *, json_: bool, quiet: bool) -> None:
         style = _STYLES.get(state, "yellow")
         stderr().print(f"[bold {style}]{state}:[/] {escape(f'{how_many(titles)}: {reason}')}", soft_wrap=True)
     if any("Traceback " in reason for reason in reasons.values()):
-        say(f"Whole errors: {study.folder / FAILURES}")
+        say(f"Full errors: {study.folder / FAILURES}")
     if not quiet:
         say(f"Runs: {study.folder}")
 
 
 def _place(study: Study, entry: Entry, state: State) -> dict[str, str | None]:
-    """Where a run is or will be: its folder; of a result that was made elsewhere, its file or folder there."""
-    known = study.record(entry) if state == "finished" and entry.result is not None else None
+    """The folder of a run, or where a result from elsewhere lies."""
+    known = entry.record() if state == "finished" and entry.result is not None else None
     if known is None or known.path == entry.folder:
         return {"folder": str(entry.folder)}
     return {"folder": None, "known": str(known.path)}
@@ -191,7 +185,7 @@ def _place(study: Study, entry: Entry, state: State) -> dict[str, str | None]:
 def _by_reason(
     study: Study, states: Mapping[str, State], reasons: Mapping[str, str]
 ) -> dict[tuple[State, str], list[str]]:
-    """The runs that there is something to say of, by state and reason in a line: what hinders many is told once."""
+    """The runs with a reason, grouped by state and reason, so that each reason is printed once."""
     found: dict[tuple[State, str], list[str]] = {}
     for entry in study.entries:
         if reasons[entry.name]:
@@ -222,9 +216,9 @@ def _print_states(title: str, entries: Sequence[Entry], states: dict[str, State]
 
 
 def _counted(entries: Sequence[Entry], states: dict[str, State]) -> dict[tuple[str, str], Counter[State]]:
-    """Numbers of runs by state, for every stream and label in the order of the file."""
+    """Counts runs by state, for every stream and label in the order of the file."""
     found: dict[tuple[str, str], Counter[State]] = {}
     for entry in entries:
         for label in dict.fromkeys(row.label for row in entry.rows):
-            found.setdefault((entry.plan.spec.name, label), Counter())[states[entry.name]] += 1
+            found.setdefault((entry.stream, label), Counter())[states[entry.name]] += 1
     return dict(sorted(found.items(), key=lambda item: list(dict.fromkeys(k[0] for k in found)).index(item[0][0])))

@@ -1,4 +1,4 @@
-"""``ratp import-weights``: a checkpoint of the user's made into a file that is safe to read."""
+"""``ratp import-weights``: converts a checkpoint to a file that is safe to read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ratp.cli.console import print_json, say, stdout
-from ratp.cli.runs import Json
+from ratp.cli.options import Json
 
 
 def import_weights(
@@ -24,21 +24,16 @@ def import_weights(
     json_: Json = False,
 ) -> None:
     """Take a backbone's weights out of a checkpoint, without running anything in it."""
-    from ratp.checkpoint_import import import_checkpoint
-    from ratp.fit import abbreviate
+    from ratp.networks.torch_checkpoint import import_checkpoint
+    from ratp.networks.weight_matching import abbreviate
 
     result = import_checkpoint(file, out, backbone, replace=replace)
     if json_:
         print_json({"file": str(out), **asdict(result)})
         return
     ignored = f"{len(result.ignored)} ({abbreviate(result.ignored)})" if result.ignored else "none"
-    lines = {
-        "backbone": result.backbone,
-        "kept": f"{len(result.kept)} tensors",
-        "ignored": ignored,
-        "sha256": result.sha256,
-        "written": str(out),
-    }
-    for what, text in lines.items():
+    kept = f"{len(result.kept)} tensors"
+    lines = {"backbone": result.backbone, "kept": kept, "ignored": ignored, "sha256": result.sha256}
+    for what, text in {**lines, "written": str(out)}.items():
         stdout().print(f"{what:<9}{text}", markup=False, soft_wrap=True)
     say(f"Train from it: --set network.backbone={result.backbone} --weights {shlex.quote(str(out))}")

@@ -1,4 +1,4 @@
-"""One picture of a stream: for every domain a block of samples, a row a class."""
+"""Draws a contact sheet: one block of samples per domain, one row per class."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import io
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratp.domain import LabelledDomain
+from ratp._core.files import write_bytes
 from ratp.errors import RatpError
-from ratp.files import write_bytes
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image
     from torch import Tensor
+
+    from ratp.data.domain import LabelledDomain
 
 _PAPER, _INK, _FAINT, _EMPTY = "#ffffff", "#1b1f24", "#6a737d", "#f0f2f4"
 _TILE = 64  # side of a tile; smaller images are enlarged by a whole factor, larger ones reduced
@@ -35,17 +35,7 @@ def contact_sheet(
     *,
     descriptions: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a PNG with the first images of every class of every domain.
-
-    Args:
-        domains: What to show.
-        path: Where to write; replaced if it exists.
-        columns: Images a class.
-        descriptions: A line on a domain, by name, for those that have one.
-
-    Raises:
-        RatpError: If there is nothing to show or the file cannot be written.
-    """
+    """Writes a PNG with the first images of every class of every domain, and a line about each domain that has one."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -53,8 +43,7 @@ def contact_sheet(
         raise RatpError("a contact sheet needs at least one domain.")
     if columns < 1:
         raise RatpError(f"a contact sheet needs at least one column, got {columns}.")
-    style = _Style.load()
-    blocks = [_block(domain, columns, (descriptions or {}).get(domain.name), style) for domain in domains]
+    blocks = [_block(domain, columns, (descriptions or {}).get(domain.name)) for domain in domains]
     across = math.ceil(math.sqrt(len(blocks)))
     width, height = max(block.width for block in blocks), max(block.height for block in blocks)
     down = math.ceil(len(blocks) / across)
@@ -69,16 +58,12 @@ def contact_sheet(
 
 
 def check_sheet(path: Path) -> None:
-    """Refuses a path that is no name for a contact sheet, or that of a file which is none.
-
-    Raises:
-        RatpError: With what to do.
-    """
+    """Refuses a path that is not a PNG, or an existing file that is not a contact sheet."""
     if path.suffix.lower() != ".png":
         raise RatpError(f"cannot write {path}: a contact sheet is a PNG image. Choose a name in .png with --out.")
     if path.exists() and not _is_sheet(path):
         raise RatpError(
-            f"cannot write {path}: it is there already, and not marked as a contact sheet of ratp's. Move it away, or "
+            f"cannot write {path}: it exists and is not a contact sheet that ratp wrote. Move it away, or "
             "choose another name with --out."
         )
 
@@ -92,44 +77,31 @@ def _is_sheet(path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Style:
-    title: ImageFont.FreeTypeFont
-    text: ImageFont.FreeTypeFont
+def _block(domain: LabelledDomain, columns: int, description: str | None) -> Image.Image:
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
 
-    @staticmethod
-    def load() -> _Style:
-        import matplotlib
-        from PIL import ImageFont
-
-        folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-        return _Style(
-            ImageFont.truetype(folder / "DejaVuSans-Bold.ttf", _TITLE),
-            ImageFont.truetype(folder / "DejaVuSans.ttf", _TEXT),
-        )
-
-
-def _block(domain: LabelledDomain, columns: int, description: str | None, style: _Style) -> Image.Image:
-    from PIL import Image, ImageDraw
-
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    title_font = ImageFont.truetype(folder / "DejaVuSans-Bold.ttf", _TITLE)
+    text_font = ImageFont.truetype(folder / "DejaVuSans.ttf", _TEXT)
     lines = [*([description] if description else []), _counts(domain)]
-    names = math.ceil(max(style.text.getlength(name) for name in domain.classes)) + 12
+    names = math.ceil(max(text_font.getlength(name) for name in domain.classes)) + 12
     tile_width, tile_height = _tile_size(domain.images)
     head = _TITLE + 12 + len(lines) * (_TEXT + 7) + 10
     width = max(
         names + columns * (tile_width + _GAP) - _GAP,
-        math.ceil(style.title.getlength(domain.name)),
-        *(math.ceil(style.text.getlength(line)) for line in lines),
+        math.ceil(title_font.getlength(domain.name)),
+        *(math.ceil(text_font.getlength(line)) for line in lines),
     )
     block = Image.new("RGB", (width, head + len(domain.classes) * (tile_height + _GAP) - _GAP), _PAPER)
     draw = ImageDraw.Draw(block)
-    draw.text((0, _TITLE), domain.name, fill=_INK, font=style.title, anchor="ls")
+    draw.text((0, _TITLE), domain.name, fill=_INK, font=title_font, anchor="ls")
     for k, line in enumerate(lines):
-        draw.text((0, _TITLE + 12 + k * (_TEXT + 7) + _TEXT), line, fill=_FAINT, font=style.text, anchor="ls")
+        draw.text((0, _TITLE + 12 + k * (_TEXT + 7) + _TEXT), line, fill=_FAINT, font=text_font, anchor="ls")
     labels = domain.labels.cpu()
     for label, name in enumerate(domain.classes):
         y = head + label * (tile_height + _GAP)
-        draw.text((names - 12, y + tile_height / 2), name, fill=_FAINT, font=style.text, anchor="rm")
+        draw.text((names - 12, y + tile_height / 2), name, fill=_FAINT, font=text_font, anchor="rm")
         members = (labels == label).nonzero().flatten()[:columns].tolist()
         for column in range(columns):
             x = names + column * (tile_width + _GAP)

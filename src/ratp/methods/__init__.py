@@ -1,71 +1,99 @@
-"""All methods: the table of those that come along, and anyone's own file."""
+"""The registry of methods: the built-in ones by name, and any Python file that defines one.
+
+Listing the methods imports none of them, and so no torch: a class is loaded on first use, and :func:`describe` reads
+what it says of itself from its source.
+"""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator, Mapping
+from importlib import import_module, resources
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from ratp.errors import ConfigError, unknown
-from ratp.method import Method
-from ratp.methods.adabn import AdaBN
-from ratp.methods.adacontrast import AdaContrast
-from ratp.methods.aucid import AuCID
-from ratp.methods.bmd import BMD
-from ratp.methods.cotta import CoTTA
-from ratp.methods.eata import EATA
-from ratp.methods.efdm import EFDM
-from ratp.methods.gsfda import GSFDA
-from ratp.methods.l2d import L2D
-from ratp.methods.oracle import Oracle
-from ratp.methods.own import from_file
-from ratp.methods.pcl import PCL
-from ratp.methods.pden import PDEN
-from ratp.methods.ratp import RaTP
-from ratp.methods.shot import SHOT
-from ratp.methods.shot_plus import SHOTPlus
-from ratp.methods.shot_plus_plus import SHOTPlusPlus
-from ratp.methods.snr import SNR
-from ratp.methods.source_only import SourceOnly
-from ratp.methods.t3a import T3A
-from ratp.methods.tent import Tent
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        RaTP,
-        SourceOnly,
-        Oracle,
-        SHOT,
-        SHOTPlus,
-        SHOTPlusPlus,
-        GSFDA,
-        BMD,
-        AuCID,
-        SNR,
-        PCL,
-        EFDM,
-        L2D,
-        PDEN,
-        AdaBN,
-        Tent,
-        T3A,
-        EATA,
-        CoTTA,
-        AdaContrast,
-    )
+if TYPE_CHECKING:
+    from ratp.training.method import Method
+
+# To add a method, add its line: name, module and class.
+_HOMES = {
+    "ratp": ("ratp", "RaTP"),
+    "source-only": ("source_only", "SourceOnly"),
+    "oracle": ("oracle", "Oracle"),
+    "shot": ("shot", "SHOT"),
+    "shot+": ("shot_plus", "SHOTPlus"),
+    "shot++": ("shot_plus_plus", "SHOTPlusPlus"),
+    "gsfda": ("gsfda", "GSFDA"),
+    "bmd": ("bmd", "BMD"),
+    "aucid": ("aucid", "AuCID"),
+    "snr": ("snr", "SNR"),
+    "pcl": ("pcl", "PCL"),
+    "efdm": ("efdm", "EFDM"),
+    "l2d": ("l2d", "L2D"),
+    "pden": ("pden", "PDEN"),
+    "adabn": ("adabn", "AdaBN"),
+    "tent": ("tent", "Tent"),
+    "t3a": ("t3a", "T3A"),
+    "eata": ("eata", "EATA"),
+    "cotta": ("cotta", "CoTTA"),
+    "adacon": ("adacontrast", "AdaContrast"),
 }
 
 
-def find_method(name: str) -> type[Method]:
-    """The method called ``name``, or the one defined in the Python file ``name``.
+class _Registry(Mapping[str, "type[Method]"]):
+    """The built-in methods by name; a class is imported when it is asked for."""
 
-    Raises:
-        ConfigError: If there is none, with the nearest name; or if one from a file is called as one of ours.
-    """
+    def __getitem__(self, name: str) -> type[Method]:
+        module, class_name = _HOMES[name]
+        method: type[Method] = getattr(import_module(f"{__name__}.{module}"), class_name)
+        return method
+
+    def __contains__(self, name: object) -> bool:
+        return name in _HOMES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_HOMES)
+
+    def __len__(self) -> int:
+        return len(_HOMES)
+
+
+METHODS: Mapping[str, type[Method]] = _Registry()
+
+
+class Description(NamedTuple):
+    """What the class of a method says of itself; see :class:`ratp.training.method.Method`."""
+
+    name: str
+    title: str
+    family: str
+    paper: str
+    needs: str = ""
+
+
+def describe(name: str) -> Description:
+    """Describes a built-in method without importing it."""
+    module, class_name = _HOMES[name]
+    source = resources.files(__name__).joinpath(f"{module}.py").read_text(encoding="utf-8")
+    (definition,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == class_name)
+    attributes = {}
+    for node in definition.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            attributes[node.targets[0].id] = node.value
+    return Description(**{key: ast.literal_eval(attributes[key]) for key in Description._fields if key in attributes})
+
+
+def find_method(name: str) -> type[Method]:
+    """Returns the method called ``name``, or the one defined in the Python file ``name``."""
     if name in METHODS:
         return METHODS[name]
     if name.endswith(".py"):
+        from ratp.methods.custom import from_file
+
         method = from_file(Path(name))
         if method.name in METHODS:
-            raise ConfigError(f"the method in {name!r} is called {method.name!r}, as one of ratp is: rename it.")
+            raise ConfigError(f"the method in {name!r} has the name of a built-in one, {method.name!r}: rename it.")
         return method
     raise ConfigError(unknown("method", name, METHODS) + " Or give the path of a .py file that defines one.")

@@ -1,14 +1,14 @@
-"""AdaBN — "Revisiting Batch Normalization For Practical Domain Adaptation", 2017; here a control.
+"""AdaBN — "Revisiting Batch Normalization For Practical Domain Adaptation", 2017; used here as a control.
 
-Source model with BatchNorm statistics of the target, and not a single gradient step: what is left of Tent, EATA and
-CoTTA at rate zero. A method that normalises by the batch has to beat this, not source-only training.
+The source model with BatchNorm statistics of the target and no gradient step: what Tent, EATA and CoTTA reduce to at
+rate zero. A method that normalises by the batch must beat this, not source-only training.
 
-* ``eval_bn`` batch (default): nothing is learnt on a target; once there was one, every measurement takes the
-  statistics of the images at hand, as those methods do.
-* ``eval_bn`` running: the pass over a target replaces the running statistics by the mean of its batches' statistics,
-  as in the paper, and measurements use these. Looking back at earlier domains is then done with the last one's.
+* ``eval_bn`` batch (default): nothing is learned on a target. After the first target, every evaluation normalises by
+  the images at hand, as those methods do.
+* ``eval_bn`` running: the pass over a target replaces the running statistics by the mean over its batches, as in the
+  paper, and evaluations use them; earlier domains are then evaluated with the last target's statistics.
 
-The paper keeps the statistics of each domain and is told which one an image is from; nobody tells here.
+Deviation: the paper keeps statistics per domain and knows the domain of every image; here it is unknown.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.method import Setting, Statistics
-from ratp.online import BatchStatistics
-from ratp.parts.batch_norm import batch_norms, by_batch
-from ratp.parts.sgd import SGDConfig
+from ratp.functional.norm import batch_norms
+from ratp.functional.optim import SGDConfig
+from ratp.methods.shared.online import BatchStatistics, logits_by_batch
+from ratp.training.method import Setting, Statistics
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,22 @@ class AdaBN(BatchStatistics):
     paper = "Li et al., Revisiting Batch Normalization For Practical Domain Adaptation, ICLR workshop 2017"
     needs = "no memory, one pass over a target"
     config_type = AdaBNConfig
+    saved = "_batches"
 
     def __init__(self, setting: Setting, config: AdaBNConfig) -> None:
         super().__init__(setting, config)
         self._batches = 0
 
     def begin_stage(self) -> None:
-        """Statistics start anew."""
+        """Restarts the running mean."""
         self._batches = 0
 
     @torch.no_grad()
     def learn(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch by its own statistics, which go into the running ones if these are used."""
-        if self.config.eval_bn == "running":
-            return self._track(inputs)
-        with by_batch(self.network):
-            return self.network(inputs).logits
-
-    def _track(self, inputs: Tensor) -> Tensor:
-        """Normalises by the batch; the i-th batch of a stage enters the running mean with weight 1/i."""
+        """Returns logits of a batch by its own statistics; ``eval_bn`` running averages these over the pass."""
+        if self.config.eval_bn == "batch":
+            return logits_by_batch(self.network, inputs)
+        # The i-th batch of a stage enters the running mean with weight 1/i.
         layers = list(batch_norms(self.network).values())
         usual = [layer.momentum for layer in layers]
         self._batches += 1

@@ -2,27 +2,31 @@
 
 * Source stage: cross-entropy with smoothed labels; bottleneck and classifier learn ten times as fast as the feature
   extractor.
-* Target stage: first one look at the target: embeddings and predictions fill a bank. Then one pass. A batch has a weak
-  view and two strong ones. Its labels ŷ are those of the mean prediction of the 10 images of the bank nearest to its
-  weak view. One step lowers CE(strong, ŷ) + InfoNCE − H(p̄), where p̄ is the mean prediction of the strong view and
-  InfoNCE contrasts both strong views of an image, the second as a momentum network sees it, with a queue of earlier
-  ones but those labelled like it. The queue takes the new ones; the bank takes the weak views as the momentum network
-  sees them, in place of its oldest. The answer to a batch is the logarithm of the mean prediction its labels are from.
-* With replay, the cross-entropy of a batch from the memory is added, in a forward pass of its own.
+* Target stage: a first look fills a bank with embeddings and predictions of the target, then one pass follows. A batch
+  has a weak view and two strong ones. Its labels ŷ are the argmax of the mean prediction of the 10 images in the bank
+  nearest to the weak view; the logarithm of this mean is the method's prediction. One step lowers CE(strong, ŷ) +
+  InfoNCE − H(p̄), with p̄ the mean prediction of the strong view. InfoNCE contrasts both strong views of an image, the
+  second embedded by a momentum network, with a queue of earlier ones that have another label. The queue takes the new
+  keys; in the bank, the weak views embedded by the momentum network replace the oldest rows.
+* Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
-BatchNorm learns: its running statistics follow the views of the target. The momentum network and exemplars are
-normalised by the batch, and so is the network when it is measured (``eval_bn``). The momentum network and the queue go
-on from target to target, as the network does (``reset``: begin again on each). Images shown by hand belong to no domain
-to look at: the bank then begins empty, the first 1,024 images are labelled as predicted, and the rate is constant.
+BatchNorm's running statistics follow the views of the target. The momentum network and exemplars are normalised by the
+batch, and so is the network in evaluation (``eval_bn``). Momentum network and queue persist across targets (``reset``:
+start again on each). Images observed by hand belong to no domain to look at: the bank then starts empty, the first
+1,024 images are labelled as predicted, and the rate is constant.
 
-Departures from the published code: one epoch (15 there); the statistics of the batch when it is measured (there
-running ones, which follow the last target: so measured it would be far from the paper's comparison); dropout is off;
-keys and labels of the queue are both read before it takes new ones (there labels are read after); the labels made by
-the first look, which no loss uses, are not computed; the bottleneck and classifier are the comparison's, without
-weight normalisation; the rate on the source is the recipe's, its tenth for the feature extractor. The crop of an image
-enlarged to 256 pixels is one of the image itself, of the same part of it. Values for DTN are not the paper's, which
-has no such network: rates, a shorter queue, a weak view that moves by two pixels, and a strong one that crops less and
-neither mirrors nor turns grey. The memory is the comparison's. Batches are the recipe's (128 in the paper).
+Deviations from the published code:
+
+* One epoch (15 there), in batches of the recipe's size (128 in the paper). Dropout is off.
+* Evaluation uses the statistics of the batch; there running ones, which follow the last target and would give results
+  far from the paper's comparison.
+* Keys and labels of the queue are both read before it takes new ones; there labels are read after. The labels made by
+  the first look, which no loss uses, are not computed.
+* Bottleneck and classifier are those of the comparison, without weight normalisation, and so is the memory
+  (``replay``). The rate on the source is the recipe's, a tenth of it for the feature extractor.
+* The crop of an image enlarged to 256 pixels is a crop of the same part of the image itself.
+* The paper has no DTN. Its values are ours: rates, a shorter queue, a weak view that shifts by two pixels, and a strong
+  one that crops less and neither mirrors nor turns grey.
 """
 
 from __future__ import annotations
@@ -36,27 +40,80 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ratp._core.state import Stateful
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError
-from ratp.method import Setting, Statistics, pack, unpack
-from ratp.network import Network, Output
-from ratp.online import BatchStatistics
-from ratp.parts.adacontrast import contrast_logits, contrast_loss, neighbour_mean
-from ratp.parts.batch_norm import batch_norms, by_batch
-from ratp.parts.cosine import CosineSGD
-from ratp.parts.information import mean_prediction_entropy
-from ratp.parts.moving_average import follow_
-from ratp.parts.ring import Ring
-from ratp.parts.sgd import Group, SGDConfig
-from ratp.parts.transforms import OBJECTS
-from ratp.parts.views import View, ViewConfig
-from ratp.phase import Phase
-from ratp.replay import Exemplars
-from ratp.source_free import extractor_groups
-from ratp.training import SinglePass, SupervisedPhase, look
+from ratp.functional.losses import mean_prediction_entropy
+from ratp.functional.norm import batch_norms, by_batch
+from ratp.functional.numerics import full_precision
+from ratp.functional.optim import CosineSGD, SGDConfig, follow_
+from ratp.functional.transforms import OBJECTS
+from ratp.functional.views import View, ViewConfig
+from ratp.methods.shared.online import BatchStatistics
+from ratp.methods.shared.source_free import all_groups
+from ratp.networks.network import Network, Output
+from ratp.training.method import Setting, Statistics, pack, unpack
+from ratp.training.phase import Phase
+from ratp.training.phases import SinglePass, SupervisedPhase, embed_all
 
-# Images to see before neighbours are asked, where there was no look at the domain.
+
+def neighbour_mean(queries: Tensor, points: Tensor, probabilities: Tensor, neighbours: int) -> Tensor:
+    """Averages the predictions (m, classes) of the points (m, dim) nearest to each query (n, dim) by cosine.
+
+    All vectors have unit length; the result has shape (n, classes).
+    """
+    with full_precision(queries.device):
+        nearest = (queries @ points.T).topk(min(neighbours, len(points)), dim=1).indices
+    # p̂ = (1/k)·Σ p_j over the k nearest j
+    return probabilities[nearest].mean(dim=1)
+
+
+def contrast_logits(
+    queries: Tensor, keys: Tensor, labels: Tensor, others: Tensor, other_labels: Tensor, temperature: float
+) -> Tensor:
+    """Computes similarities of queries with their own keys (first column) and those of other images, over τ.
+
+    Queries and keys (n, dim) are views of the same images. Other keys (m, dim) with the same label get −∞.
+    """
+    own = (queries * keys).sum(dim=1, keepdim=True)
+    same = labels[:, None] == other_labels[None]
+    return torch.cat([own, (queries @ others.T).masked_fill(same, -torch.inf)], dim=1) / temperature
+
+
+def contrast_loss(logits: Tensor) -> Tensor:
+    """Computes −log(e^{s⁺} / (e^{s⁺} + Σ e^{s⁻})), averaged over rows; a row without negatives counts 0."""
+    return -F.log_softmax(logits, dim=1)[:, 0].mean()
+
+
+class Ring(Stateful):
+    """A ring buffer of columns with equally many rows."""
+
+    saved = "columns filled pointer"
+
+    def __init__(self, *columns: Tensor, filled: int | None = None, pointer: int = 0) -> None:
+        self.columns = columns  # tensors of shape (capacity, …), written in place
+        self.filled = len(columns[0]) if filled is None else filled  # number of rows in use
+        self.pointer = pointer  # the next row to write
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """Returns the rows in use of every column."""
+        return tuple(column[: self.filled] for column in self.columns)
+
+    @torch.no_grad()
+    def put(self, *rows: Tensor) -> None:
+        """Writes a batch over the oldest rows; of a batch larger than the buffer, its last rows."""
+        capacity, count = len(self.columns[0]), len(rows[0])
+        skipped = max(count - capacity, 0)
+        places = (torch.arange(skipped, count, device=rows[0].device) + self.pointer) % max(capacity, 1)
+        for column, new in zip(self.columns, rows, strict=True):
+            column[places] = new[skipped:].to(column.dtype)
+        self.pointer = (self.pointer + count) % max(capacity, 1)
+        self.filled = min(self.filled + count, capacity)
+
+
+# Without a first look, neighbours label images only after this many.
 UNASKED = 1024
 SMALLEST_PROBABILITY = torch.finfo(torch.float32).tiny
 
@@ -68,7 +125,7 @@ STRONG = ViewConfig(
     jitter=0.8,
     blur=0.5,
 )
-# 224 of 256 pixels a side.
+# Area of a crop of 224 from 256 pixels.
 PART = (224 / 256) ** 2
 
 
@@ -76,35 +133,31 @@ PART = (224 / 256) ** 2
 class AdaContrastConfig:
     """Switches of AdaContrast."""
 
-    sgd: SGDConfig = switch(SGDConfig(0.9, 1e-4, "inverse", nesterov=True), "optimiser; its schedule on the source")
+    sgd: SGDConfig = switch(
+        SGDConfig(0.9, 1e-4, "inverse", nesterov=True), "optimiser; the schedule applies to the source only"
+    )
     smoothing: float = switch(0.1, "ε of label smoothing on the source", minimum=0, below=1)
     backbone_rate: float = switch(0.1, "factor on the rate of the feature extractor", minimum=0)
     rate: float = switch(2e-2, "initial rate on targets", minimum=0, below=3.4e38)
     decay: Literal["cosine", "constant"] = switch("cosine", "rate over the pass: down to 0, or constant")
-    neighbours: int = switch(10, "images of the bank that make a label", minimum=1)
+    neighbours: int = switch(10, "nearest images of the bank that vote on a label", minimum=1)
     bank: int = switch(16384, "images in the bank, at most", minimum=1)
     queue: int = switch(4096, "keys in the queue", minimum=1)
-    momentum: float = switch(0.999, "share of the momentum network that stays in a step", minimum=0, maximum=1)
+    momentum: float = switch(0.999, "share of the momentum network kept per step", minimum=0, maximum=1)
     temperature: float = switch(0.07, "τ of the contrast", above=0)
     label_weight: float = switch(1.0, "weight of the cross-entropy with labels", minimum=0)
     contrast_weight: float = switch(1.0, "weight of the contrast", minimum=0)
     diversity_weight: float = switch(1.0, "weight of the entropy of the mean prediction", minimum=0)
-    weak: ViewConfig = switch(WEAK, "the view labels are made from")
-    strong: ViewConfig = switch(STRONG, "the views that are learnt from")
-    first_look: bool = switch(True, "fill the bank from the target before the pass; off: as it goes")
-    reset: bool = switch(False, "begin every target with a new momentum network and queue")
+    weak: ViewConfig = switch(WEAK, "view that labels come from")
+    strong: ViewConfig = switch(STRONG, "views that the losses see")
+    first_look: bool = switch(True, "fill the bank from the target before the pass; off: during it")
+    reset: bool = switch(False, "start every target with a new momentum network and queue")
     replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
     eval_bn: Statistics = switch("batch", "BatchNorm when measured after adaptation: of the images at hand, or running")
 
 
 class AdaContrast(BatchStatistics):
-    """Learns labels its neighbours agree on, and to tell images of different labels apart.
-
-    Attributes:
-        slow: The momentum network; None before the first target.
-        queue: Keys and labels to contrast with; None before the first target.
-        bank: Embeddings of unit length and predictions of images of the current target.
-    """
+    """Learns from labels that neighbours agree on, and contrasts images of different labels."""
 
     name = "adacon"
     title = "AdaContrast: contrastive test-time adaptation"
@@ -112,6 +165,7 @@ class AdaContrast(BatchStatistics):
     paper = "Chen et al., Contrastive Test-Time Adaptation, CVPR 2022"
     needs = "exemplars for replay, two networks, one look and one pass over a target"
     config_type = AdaContrastConfig
+    saved = "bank _optimiser _changes _steps _made _shown _looked"
     large: ClassVar[Mapping[str, Any]] = {
         "rate": 2e-3,
         "queue": 16384,
@@ -135,62 +189,52 @@ class AdaContrast(BatchStatistics):
             raise ConfigError(f"adacon makes square views; images of {height}×{width} must be made square first.")
         self._weak, self._strong = View(config.weak, height), View(config.strong, height)
         super().__init__(setting, config)
-        self.slow: Network | None = None
-        self.queue: Ring | None = None
-        self.bank = self._empty_bank(0)
+        self.slow: Network | None = None  # the momentum network; None before the first target
+        self.queue: Ring | None = None  # keys and labels to contrast with; None before the first target
+        self.bank = self._empty_bank(0)  # embeddings of unit length and predictions of images of the current target
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase of cross-entropy with smoothed labels."""
-        config = self.config
+        """Returns one phase of cross-entropy with smoothed labels."""
+        setting, config, network, finish = self.setting, self.config, self.network, self.finish_source
+        groups = all_groups(network, config.backbone_rate)
         return [
             SupervisedPhase(
-                self.setting,
-                self.network,
-                domain,
-                config.sgd,
-                smoothing=config.smoothing,
-                groups=self._groups(),
-                finish=self.finish_source,
+                setting, network, domain, config.sgd, smoothing=config.smoothing, groups=groups, finish=finish
             )
         ]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """A look at the target, then one pass in random order."""
+        """Returns one phase: a look at the whole target, then one pass in random order."""
         self._begin()
         return [_LookAndPass(self, domain)]
 
     def begin_stage(self) -> None:
-        """A new optimiser, an empty bank, the memory as it is now; on the first target, momentum network and queue."""
+        """Creates optimiser, bank and replay; on the first target, momentum network and queue too."""
+        super().begin_stage()
         config, setting = self.config, self.setting
         if self.slow is None or self.queue is None or config.reset:
             self.slow, self.queue = self.network.frozen_copy(), self._noise()
         self.bank = self._empty_bank(config.bank)
-        self._optimiser = CosineSGD(self._groups(), config.rate, config.sgd)
-        self._exemplars = Exemplars(setting, self.stage, self.memory if self.keeps_exemplars else None)
+        self._optimiser = CosineSGD(all_groups(self.network, config.backbone_rate), config.rate, config.sgd)
         self._changes = setting.generator("views", self.stage)
         self._steps: int | None = None
         self._made = self._shown = 0
         self._looked = False
 
     def look_at(self, images: Tensor, steps: int) -> None:
-        """Gets ready for a pass: the rate falls over its steps, and the bank is filled if the switches say so.
-
-        Args:
-            images: All training images of the target, uint8.
-            steps: Batches of the pass.
-        """
+        """Schedules the rate over a pass of ``steps`` batches, and fills the bank if ``first_look`` is on."""
         if self.config.decay == "cosine":
             self._steps = steps
         if self.config.first_look:
             order = torch.randperm(len(images), generator=self.setting.randomness.generator("bank", self.stage))
-            embedding, probabilities = look(
+            embedding, probabilities = embed_all(
                 self.network, self.setting, images[order[: self.config.bank].to(images.device)]
             )
             self.bank = Ring(F.normalize(embedding, dim=1), probabilities)
             self._looked = True
 
     def learn(self, inputs: Tensor) -> Tensor:
-        """Logarithms of the mean prediction of a batch's neighbours, before one step."""
+        """Returns the log of the neighbours' mean prediction for a batch, then takes one step."""
         assert self.slow is not None and self.queue is not None
         config, images = self.config, self.scaling.invert(inputs)
         weak, query, key = (
@@ -210,10 +254,7 @@ class AdaContrast(BatchStatistics):
             + config.contrast_weight * contrast_loss(contrast)
             - config.diversity_weight * mean_prediction_entropy(output.logits)
         )
-        exemplars = self._exemplars.draw()
-        if exemplars is not None:
-            with by_batch(self.network):
-                loss = loss + F.cross_entropy(self.network(exemplars.images).logits, exemplars.labels)
+        loss = self.with_replay(loss, self.network)
         if self._steps is not None:
             self._optimiser.begin_step(self._made, self._steps)
         self._optimiser.minimise(loss)
@@ -224,7 +265,7 @@ class AdaContrast(BatchStatistics):
         return refined.clamp_min(SMALLEST_PROBABILITY).log()
 
     def _refine(self, output: Output) -> Tensor:
-        """Mean predictions of the neighbours, or the network's own as long as these are too few."""
+        """Returns the neighbours' mean predictions, or the network's own while the bank is too small."""
         if not self._looked and self._shown < UNASKED:
             return output.logits.softmax(dim=1)
         points, predictions = self.bank.rows
@@ -232,18 +273,13 @@ class AdaContrast(BatchStatistics):
 
     @torch.no_grad()
     def _seen_slowly(self, inputs: Tensor) -> Output:
-        """What the momentum network makes of images, by their own statistics."""
+        """Applies the momentum network, normalising by the batch."""
         assert self.slow is not None
         with by_batch(self.slow):
             return self.slow(inputs)
 
-    def _groups(self) -> list[Group]:
-        """All parameters, each with the factor on its rate."""
-        head = self.network.classifier.parameters(), 1.0
-        return [*extractor_groups(self.network, self.config.backbone_rate), head]
-
     def _noise(self) -> Ring:
-        """A queue of random directions with random labels."""
+        """Returns a queue of random directions with random labels."""
         generator, size = self.setting.generator("queue", self.stage), self.config.queue
         where = generator.device
         keys = torch.randn(size, self.setting.recipe.network.dim, generator=generator, device=where)
@@ -251,12 +287,12 @@ class AdaContrast(BatchStatistics):
         return Ring(F.normalize(keys, dim=1), labels)
 
     def _empty_bank(self, size: int) -> Ring:
-        """A bank with room for ``size`` images."""
+        """Returns an empty bank with room for ``size`` images."""
         widths, device = (self.setting.recipe.network.dim, len(self.setting.classes)), self.setting.device
         return Ring(*(torch.zeros(size, width, device=device) for width in widths), filled=0)
 
     def state(self) -> dict[str, Tensor]:
-        """Network, memory, momentum network and queue."""
+        """Returns network, memory, momentum network and queue."""
         if self.slow is None or self.queue is None:
             return super().state()
         keys, labels = self.queue.columns
@@ -264,7 +300,7 @@ class AdaContrast(BatchStatistics):
         return super().state() | pack({"slow": self.slow.state_dict(), "queue": queue})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         super().load_state(state)
         parts, device = unpack(state), self.setting.device
         self.slow = self.queue = None
@@ -276,7 +312,7 @@ class AdaContrast(BatchStatistics):
 
 
 class _LookAndPass(SinglePass):
-    """One pass that begins with a look at the whole domain."""
+    """One pass, after a look at the whole domain."""
 
     def __init__(self, method: AdaContrast, domain: UnlabelledDomain) -> None:
         super().__init__(method, method.setting, domain, method.stage, method.finish_target)
@@ -290,7 +326,7 @@ class _LookAndPass(SinglePass):
 
 @contextmanager
 def _tracking(network: Network) -> Iterator[None]:
-    """Within the block, BatchNorm normalises by the batch and its running statistics follow; dropout stays off."""
+    """Has BatchNorm normalise by the batch and update its running statistics within the block; dropout stays off."""
     layers = batch_norms(network).values()
     for layer in layers:
         layer.train()

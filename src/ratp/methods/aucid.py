@@ -1,34 +1,45 @@
 """AuCID — LDAuCID, "Lifelong Domain Adaptation via Consolidated Internal Distribution", NeurIPS 2021.
 
-What the classifier has learnt is kept as a Gaussian mixture of embeddings, a component for each class; targets are
-drawn to it.
+A Gaussian mixture of embeddings, one component per class, stores what the classifier has learned; targets are pulled
+towards it.
 
-* Source stage: cross-entropy. Then the mixture is fitted to the embeddings of correctly classified images
-  (:mod:`ratp.parts.mixture`), and each class's images of largest posterior go to the memory.
-* Target stage, with images x, exemplars m and points g drawn from the mixture:
-  CE(g) + CE(m) + λ·[SW(x, g) + SW(x, m) + SW(m, g)], SW the sliced Wasserstein distance of embeddings
-  (:mod:`ratp.parts.sliced_wasserstein`). Everything learns.
-* After a target: the mixture is fitted anew to images the model is confident about, by its predictions; a class with
-  fewer than two of them keeps its component. Of these images each class's best go to the memory.
+* Source stage: cross-entropy. Then the mixture is fitted to the embeddings of correctly classified images, and each
+  class's images of largest posterior enter the memory.
+* Target stage, with images x, exemplars m and points g sampled from the mixture:
+  CE(g) + CE(m) + λ·[SW(x, g) + SW(x, m) + SW(m, g)], where SW is the sliced Wasserstein distance of embeddings.
+  All parameters learn.
+* After a target: the mixture is fitted again, to images that the model is confident about, by its predictions; a class
+  with fewer than two of them keeps its component. Each class's best of these images enter the memory.
 
-Departures from the published code:
+On a line, the squared 2-Wasserstein distance of two distributions compares their quantiles; sliced, it is the mean over
+random directions that the points are projected on:
 
-* **It reads target labels**: batches of a target are balanced by true labels, the mixture is fitted to images that are
-  predicted right, and true labels go to the memory. Here predictions of confidence above τ take their place; the
+    W₂² = ∫ (F⁻¹(u) − G⁻¹(u))² du
+
+For two sets of n points this is the mean squared difference of the sorted points; for sets of different size, the
+smaller one's quantiles are interpolated at the levels of the larger one's points, (i + ½)/m.
+
+Deviations from the published code:
+
+* **The original reads target labels**: batches of a target are balanced by true labels, the mixture is fitted to
+  correctly predicted images, and true labels enter the memory. Here predictions of confidence above τ replace them; the
   published code has τ but does not use it.
-* Embeddings are the network's z, not a layer of K units. Covariances are shrunk (Ledoit–Wolf) and get a ridge, for a
-  class may have fewer images than z has dimensions.
+* Embeddings are the network's z, not a layer of K units. A class may have fewer images than z has dimensions, so
+  covariances are shrunk (Ledoit and Wolf, 2004) and get a ridge.
 * Sets of different size are compared by quantiles, not by bins of sums. The distances share one draw of directions.
-* λ is 0.1: there 0.01 times a factor 10 inside the distance. Components give as many points each.
-* The source is learnt by the harness's SGD, targets by Adam at the published rate; batches are the recipe's.
-* The memory is that of the comparison, of fixed size. Exemplars pass in a batch of their own, and move BatchNorm's
-  running statistics as the target does: without that it forgets more on PACS (``docs/benchmarks.md``).
+* λ is 0.1: there 0.01 times a factor of 10 inside the distance. All components give equally many points.
+* The source is learned by the recipe's SGD, targets by Adam at the published rate, in batches of the recipe's size.
+* The memory is that of the comparison, of fixed size. Exemplars form their own batch and move BatchNorm's running
+  statistics as the target does: without that it forgets more on PACS (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -36,16 +47,153 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.method import Setting, pack, unpack
-from ratp.parts.adam import Adam
-from ratp.parts.mixture import Mixture, fit_mixture, load_mixture
-from ratp.parts.ranks import ranks_within
-from ratp.parts.scores import scores
-from ratp.parts.sgd import SGDConfig
-from ratp.parts.sliced_wasserstein import draw_directions, sorted_distance, sorted_projections
-from ratp.phase import Phase
-from ratp.training import Batches, NetworkMethod, SupervisedPhase, look
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.losses import scores
+from ratp.functional.numerics import ranks_within
+from ratp.functional.optim import Adam, SGDConfig
+from ratp.training.method import Setting, pack, unpack
+from ratp.training.phase import Phase
+from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase, embed_all
+
+# Fewest points that have a covariance.
+FEWEST = 2
+# Torch loads its GPU linear algebra at the first call, and fails if two threads make that call at once.
+_LINEAR_ALGEBRA = threading.Lock()
+
+
+def ledoit_wolf(points: Tensor) -> Tensor:
+    """Estimates the covariance of points (n, d), shrunk towards a multiple of the identity: (1 − δ)·S + δ·μ·I."""
+    count, dim = points.shape
+    centred = points - points.mean(dim=0)
+    sample = centred.T @ centred / count
+    identity = torch.eye(dim, dtype=points.dtype, device=points.device)
+    # μ = tr S/d;  D² = ‖S − μI‖²;  B² = Σ_i ‖x_i x_iᵀ − S‖²/n² = (Σ_i ‖x_i‖⁴/n − ‖S‖²)/n;  δ = min(B²/D², 1)
+    scale = sample.trace() / dim
+    distance = (sample - scale * identity).square().sum()
+    spread = (centred.square().sum(dim=1).square().mean() - sample.square().sum()) / count
+    share = (spread / distance.clamp_min(torch.finfo(points.dtype).tiny)).clamp(0, 1)
+    return (1 - share) * sample + share * scale * identity
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A Gaussian mixture with at most one component per class."""
+
+    means: Tensor  # μ, shape (classes, d)
+    roots: Tensor  # L, lower triangular, with covariances Σ = L·Lᵀ, shape (classes, d, d)
+    known: tuple[bool, ...]  # which classes have a component, on the host
+
+    @property
+    def components(self) -> list[int]:
+        """Returns the classes that have a component."""
+        return [index for index, known in enumerate(self.known) if known]
+
+    def log_densities(self, points: Tensor) -> Tensor:
+        """Computes log N(z; μ_k, Σ_k) of points (n, d) in double, shape (n, classes); −∞ without a component."""
+        logs = torch.full((len(points), len(self.known)), -torch.inf, dtype=torch.float64, device=points.device)
+        for k in self.components:
+            root = self.roots[k].double()
+            # ½‖L⁻¹(z − μ)‖² + Σ log L_ii + d/2·log 2π
+            centred = (points.double() - self.means[k].double()).T
+            with _LINEAR_ALGEBRA:
+                white = torch.linalg.solve_triangular(root, centred, upper=False)
+            volume = root.diagonal().log().sum() + points.shape[1] / 2 * math.log(2 * math.pi)
+            logs[:, k] = -white.square().sum(dim=0) / 2 - volume
+        return logs
+
+    def certainty(self, points: Tensor) -> Tensor:
+        """Computes the log-odds of each point's likeliest component against all others, shape (n,).
+
+        It orders points as the posterior does, which rounds to 1 in many dimensions. It is 0 without components.
+        """
+        logs = self.log_densities(points)
+        best, place = logs.max(dim=1, keepdim=True)
+        rest = logs.scatter(1, place, -torch.inf).logsumexp(dim=1)
+        return torch.nan_to_num(best.squeeze(1) - rest, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+    def sample(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draws ``count`` points per component, shape (c·count, d), and returns them with their classes."""
+        means, roots, classes = self._sampled
+        noise = torch.randn(len(classes), count, means.shape[1], generator=generator, device=means.device)
+        # z = μ + L·n,  n ~ N(0, I)
+        points = means[:, None] + noise @ roots.mT
+        return points.flatten(0, 1), classes.repeat_interleave(count, output_size=len(classes) * count)
+
+    @cached_property
+    def _sampled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns means, roots and classes of the components; cached, since it copies data from the host."""
+        classes = torch.tensor(self.components, dtype=torch.int64, device=self.means.device)
+        return self.means[classes], self.roots[classes], classes
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the mixture as tensors."""
+        return {"means": self.means, "roots": self.roots, "known": torch.tensor(self.known)}
+
+
+def load_mixture(state: Mapping[str, Tensor], device: torch.device) -> Mixture:
+    """Builds the mixture whose :meth:`Mixture.state` is given."""
+    return Mixture(state["means"].to(device), state["roots"].to(device), tuple(state["known"].tolist()))
+
+
+def fit_mixture(points: Tensor, labels: Tensor, classes: int, ridge: float, previous: Mixture | None = None) -> Mixture:
+    """Fits a component per class to points (n, d), ignoring non-finite ones; ``ridge`` is added to every diagonal.
+
+    A class with fewer than two points, or whose covariance has no Cholesky factor, keeps its ``previous`` component.
+    """
+    dim = points.shape[1]
+    if previous is None:
+        nothing = points.new_zeros(classes, dim, dtype=torch.float32)
+        previous = Mixture(nothing, nothing.new_zeros(classes, dim, dim), (False,) * classes)
+    means, roots = previous.means.clone(), previous.roots.clone()
+    ridges = ridge * torch.eye(dim, dtype=torch.float64, device=points.device)
+    finite, known = points.isfinite().all(dim=1), list(previous.known)
+    for k in range(classes):
+        own = points[finite & (labels == k)].double()
+        if len(own) < FEWEST:
+            continue
+        covariance = ledoit_wolf(own) + ridges
+        with _LINEAR_ALGEBRA:
+            root, failed = torch.linalg.cholesky_ex(covariance)
+        if not bool(failed) and bool(root.float().isfinite().all()):
+            means[k], roots[k], known[k] = own.mean(dim=0), root, True
+    return Mixture(means, roots, tuple(known))
+
+
+def draw_directions(count: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Draws unit vectors uniformly on the sphere, shape (count, dim)."""
+    return F.normalize(torch.randn(count, dim, generator=generator, device=generator.device), dim=1)
+
+
+def sliced_wasserstein(some: Tensor, others: Tensor, directions: Tensor) -> Tensor:
+    """Computes the sliced distance of points (n, d) and (m, d) over unit directions (p, d)."""
+    return sorted_distance(sorted_projections(some, directions), sorted_projections(others, directions))
+
+
+def sorted_projections(points: Tensor, directions: Tensor) -> Tensor:
+    """Projects points (n, d) on directions (p, d) and sorts along each, shape (n, p)."""
+    return (points @ directions.T).sort(dim=0).values
+
+
+def sorted_distance(some: Tensor, others: Tensor) -> Tensor:
+    """Computes the squared 2-Wasserstein distance of sorted columns, (n, p) and (m, p), averaged over columns."""
+    size = max(len(some), len(others))
+    return (_quantiles(some, size) - _quantiles(others, size)).square().mean()
+
+
+def _quantiles(ordered: Tensor, count: int) -> Tensor:
+    """Interpolates sorted columns (n, p) at ``count`` levels, shape (count, p).
+
+    A matrix product does it, because the gradient of a gather is summed in no fixed order.
+    """
+    own = len(ordered)
+    if own == count:
+        return ordered
+    levels = (torch.arange(count, dtype=torch.float64, device=ordered.device) + 0.5) / count
+    places = (levels * own - 0.5).clamp(0, own - 1)
+    points = torch.arange(own, dtype=torch.float64, device=ordered.device)
+    # weight of point j at position x: max(1 − |x − j|, 0)
+    weights = (1 - (places[:, None] - points[None, :]).abs()).clamp_min(0)
+    return weights.to(ordered.dtype) @ ordered
 
 
 @dataclass(frozen=True)
@@ -55,26 +203,22 @@ class AuCIDConfig:
     sgd: SGDConfig = switch(SGDConfig(), "optimiser on the source")
     rate: float = switch(1e-4, "learning rate of Adam on targets, constant", minimum=0, below=3.4e38)
     distance_weight: float = switch(0.1, "λ, weight of the distances", minimum=0)
-    directions: int = switch(100, "random directions a step", minimum=1)
-    samples: int = switch(20, "points drawn from the mixture for each image of a batch", minimum=1)
+    directions: int = switch(100, "random directions per step", minimum=1)
+    samples: int = switch(20, "points sampled from the mixture per image of a batch", minimum=1)
     confidence: float = switch(0.9, "τ, confidence above which a prediction counts as a label", minimum=0, maximum=1)
     ridge: float = switch(1e-3, "added to the diagonal of every covariance", above=0)
     replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
 
 
 def best_of_classes(values: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Positions of at most ``count`` samples of each class with the largest values, class by class, best first."""
+    """Returns the positions of each class's ``count`` largest values, class by class, best first."""
     order = values.argsort(descending=True, stable=True)
     order = order[labels[order].argsort(stable=True)]
     return order[ranks_within(labels[order]) < count]
 
 
 class AuCID(NetworkMethod):
-    """Targets drawn to a Gaussian mixture of what was learnt.
-
-    Attributes:
-        mixture: What was learnt, in the space of embeddings; None before the source.
-    """
+    """Pulls targets towards a Gaussian mixture of what the classifier has learned."""
 
     name = "aucid"
     title = "AuCID: lifelong adaptation by a consolidated internal distribution"
@@ -86,76 +230,68 @@ class AuCID(NetworkMethod):
 
     def __init__(self, setting: Setting, config: AuCIDConfig) -> None:
         super().__init__(setting, config)
-        self.mixture: Mixture | None = None
+        self.mixture: Mixture | None = None  # the mixture, in the space of embeddings; None before the source stage
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase of cross-entropy."""
+        """Returns one phase of cross-entropy."""
         return [SupervisedPhase(self.setting, self.network, domain, self.config.sgd, finish=self._finish_source)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """One phase with exemplars and points of the mixture beside every batch."""
+        """Returns one phase with exemplars and sampled points beside every batch."""
         return [AuCIDPhase(self, domain.images)]
 
     def _finish_source(self, domain: LabelledDomain) -> dict[str, float]:
-        embedding, probabilities = look(self.network, self.setting, domain.images)
+        embedding, probabilities = embed_all(self.network, self.setting, domain.images)
         right = probabilities.argmax(dim=1) == domain.labels
-        self._fit(embedding[right], domain.labels[right])
-        # Images that are classified wrong come last: where a class has too few others.
-        values = self._certainty(embedding).masked_fill(~right, -torch.inf)
+        mixture = self._fit(embedding[right], domain.labels[right])
+        # Misclassified images come last, for classes with too few others.
+        values = mixture.certainty(embedding).masked_fill(~right, -torch.inf)
         self._store(domain.images, domain.labels, values)
-        return self._record()
+        return self._record(mixture)
 
     def finish_target(self, images: Tensor) -> dict[str, float]:
-        """Fits the mixture to what the model is sure about, and stores the best of it."""
-        embedding, probabilities = look(self.network, self.setting, images)
+        """Fits the mixture to confident images and stores the best of them."""
+        embedding, probabilities = embed_all(self.network, self.setting, images)
         confidence, predicted = probabilities.max(dim=1)
         sure = confidence > self.config.confidence
-        self._fit(embedding[sure], predicted[sure])
+        mixture = self._fit(embedding[sure], predicted[sure])
         if bool(sure.any()):
-            self._store(images[sure], predicted[sure], self._certainty(embedding[sure]))
+            self._store(images[sure], predicted[sure], mixture.certainty(embedding[sure]))
         else:
-            self.memory.seen += 1  # a domain nothing is kept of
-        return {"confident": sure.float().mean().item()} | self._record()
+            self.memory.seen += 1  # the domain leaves no exemplars
+        return {"confident": sure.float().mean().item()} | self._record(mixture)
 
-    def _fit(self, embedding: Tensor, labels: Tensor) -> None:
+    def _fit(self, embedding: Tensor, labels: Tensor) -> Mixture:
         self.mixture = fit_mixture(embedding, labels, self.network.classes, self.config.ridge, self.mixture)
-
-    def _certainty(self, embedding: Tensor) -> Tensor:
-        assert self.mixture is not None
-        return self.mixture.certainty(embedding)
+        return self.mixture
 
     def _store(self, images: Tensor, labels: Tensor, values: Tensor) -> None:
-        """Puts the images of largest values into the memory."""
+        """Puts the images with the largest values into the memory."""
         quota = self.memory.quota(self.memory.seen + 1)
         best = best_of_classes(values, labels, max(quota, 1))
-        # All equally near to their mean, the images stay in their order.
+        # With equal features, all images are equally near to their mean and keep their order.
         self.memory.add(images[best], labels[best], torch.zeros(len(best), 1, device=images.device), "nearest")
 
-    def _record(self) -> dict[str, float]:
-        assert self.mixture is not None
-        return {"exemplars": float(len(self.memory)), "components": float(len(self.mixture.components))}
+    def _record(self, mixture: Mixture) -> dict[str, float]:
+        return {"exemplars": float(len(self.memory)), "components": float(len(mixture.components))}
 
     def state(self) -> dict[str, Tensor]:
-        """Network, memory and mixture."""
+        """Returns network, memory and mixture."""
         return super().state() | ({} if self.mixture is None else pack({"mixture": self.mixture.state()}))
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         super().load_state(state)
         parts = unpack(state)
         self.mixture = load_mixture(parts["mixture"], self.setting.device) if "mixture" in parts else None
 
 
 class AuCIDPhase(Phase):
-    """A target drawn to the mixture.
-
-    Args:
-        method: Whose network, mixture and memory.
-        images: All training images of the domain, uint8.
-    """
+    """Pulls a target towards the mixture."""
 
     name = "target"
     captures = True
+    saved = "_optimiser"
 
     def __init__(self, method: AuCID, images: Tensor) -> None:
         setting, recipe, config, stage = method.setting, method.setting.recipe, method.config, method.stage
@@ -175,14 +311,17 @@ class AuCIDPhase(Phase):
             self.generators = *self.generators, self._points
         self._optimiser = Adam(self._network.parameters(), config.rate)
 
+    def begin(self) -> None:
+        """Binds dropout to its generator."""
+        self._network.use_generator(self._dropout)
+
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Nothing changes from epoch to epoch."""
-        if epoch == 0:
-            self._network.use_generator(self._dropout)
+        """Returns the learning rate, which is constant."""
+        del epoch
         return {"lr": self._config.rate}
 
     def step(self) -> dict[str, Tensor]:
-        """One update on a batch, with exemplars and points of the mixture."""
+        """Updates the network once on a batch, exemplars and points sampled from the mixture."""
         config, network = self._config, self._network.train()
         directions = draw_directions(config.directions, network.config.dim, self._slices)
         batch = self._batches.draw(self._count)
@@ -198,9 +337,9 @@ class AuCIDPhase(Phase):
             terms["replay"] = F.cross_entropy(output.logits, stored.labels)
             sets.append(output.embedding)
         ordered = [sorted_projections(points, directions) for points in sets]
-        # λ·[SW(x, g) + SW(x, m) + SW(m, g)], of those there are
+        # λ·[SW(x, g) + SW(x, m) + SW(m, g)], as far as m and g exist
         distances = [sorted_distance(one, other) for i, one in enumerate(ordered) for other in ordered[:i]]
-        if not distances:  # neither mixture nor memory: nothing to be drawn to
+        if not distances:  # neither mixture nor memory
             return {"total": directions.new_zeros(())}
         terms["distance"] = config.distance_weight * torch.stack(distances).sum()
         total = torch.stack(list(terms.values())).sum()
@@ -208,5 +347,5 @@ class AuCIDPhase(Phase):
         return {"total": total, **terms}
 
     def finish(self) -> dict[str, float]:
-        """Fits the mixture anew and chooses exemplars."""
+        """Fits the mixture again and chooses exemplars."""
         return self._method.finish_target(self._batches.images)

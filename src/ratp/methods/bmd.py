@@ -1,26 +1,26 @@
 """BMD — "BMD: A General Class-balanced Multicentric Dynamic Prototype Strategy for Source-free DA", ECCV 2022.
 
-SHOT with other labels: every class has as many seeds and several centres, and the centres follow the model.
+SHOT with other labels: every class has equally many seeds and several centres, and the centres follow the model.
 
-* Source stage: cross-entropy with smoothed labels, as SHOT's. In RaTP's comparison both have the same network after it;
-  here large ones differ by their optimisers.
+* Source stage: cross-entropy with smoothed labels, as in SHOT. In RaTP's comparison both start from the same network;
+  here they differ by their optimisers on large networks.
 * Target stage: at the start of every epoch each image gets a static label, and each class four centres
-  (:mod:`ratp.parts.bmd_labels`). First epoch: loss H̄ − H(p̄). Then H̄ + 2·CE(static label) +
-  ½·[CE(dynamic label, p) + CE(p, dynamic label)], where the dynamic label of an image is soft and comes from the
-  centres as they are now. After each step the centres move a ten-thousandth of the way to the batch. What learns is the
-  scale and shift of the feature extractor's BatchNorm, and the bottleneck.
-* After a stage: exemplars go to the memory, with their last static labels.
+  (:func:`ratp.functional.pseudo_labels.bmd_labels`). The loss is H̄ − H(p̄) in the first epoch, then
+  H̄ + 2·CE(static label) + ½·[CE(dynamic label, p) + CE(p, dynamic label)]. The dynamic label of an image is soft and
+  comes from the current centres; after each step these move a ten-thousandth of the way towards the batch. Trained are
+  the bottleneck and the scale and shift of the feature extractor's BatchNorm.
+* After a stage: exemplars enter the memory with their last static labels.
 
-Departures from the original:
+Deviations from the original:
 
 * Network, epochs, batches and memory are as for SHOT (``methods/shot.py``). Large networks have SHOT's own optimiser
-  and rates: 0.01, a tenth of it for the feature extractor. For small ones nothing is published; they have RaTP's.
-* It takes the logarithm of a softmax, which is no number for a model that is certain; here it is log-softmax.
-* It picks parameters by names with "bn" in them, which misses DTN and shortcuts; here it goes by type.
-* K-means starts from the surest seed and the seeds farthest from those before, not at random. With fewer than four
-  seeds some are used twice.
-* The dynamic label is a label: no gradient passes it. Exemplars of earlier domains have the label they were stored
-  with and no dynamic one, and do not move the centres, which are the target's.
+  and rates: 0.01, and a tenth of it for the feature extractor. Nothing is published for small ones; they have RaTP's.
+* Log-softmax replaces the logarithm of a softmax, which is NaN for a certain model.
+* Parameters are selected by layer type. The original selects names that contain "bn", which misses DTN and shortcuts.
+* K-means starts from the most certain seed and then the seeds farthest from those chosen, not at random. With fewer
+  than four seeds, some are used twice.
+* No gradient flows through the dynamic label. Exemplars of earlier domains keep their stored label, have no dynamic one
+  and do not move the centres, which belong to the target.
 """
 
 from __future__ import annotations
@@ -33,32 +33,31 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.domain import UnlabelledDomain
-from ratp.network import Output
-from ratp.parts.batch_norm import affine_parameters
-from ratp.parts.bmd_labels import bmd_labels, centre_similarities, moved_centres
-from ratp.parts.information import logit_entropy, mean_prediction_entropy
-from ratp.parts.losses import mean_over
-from ratp.phase import Phase
-from ratp.source_free import SHOT_LARGE, SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
-from ratp.training import Batch
+from ratp.data.domain import UnlabelledDomain
+from ratp.functional.losses import logit_entropy, mean_over, mean_prediction_entropy
+from ratp.functional.norm import affine_parameters
+from ratp.functional.pseudo_labels import bmd_labels, centre_similarities, moved_centres
+from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
+from ratp.networks.network import Output
+from ratp.training.phase import Phase
+from ratp.training.phases import Batch
 
 
 @dataclass(frozen=True)
 class BMDConfig(SourceFreeConfig):
-    """Switches of BMD. Defaults: the constants of its published code, but for the optimiser of small networks."""
+    """Switches of BMD. Defaults: the constants of its published code, except for the optimiser of small networks."""
 
-    centres: int = switch(4, "centres a class", minimum=1)
+    centres: int = switch(4, "centres per class", minimum=1)
     share: int = switch(3, "each class has N/(share·K) seeds", minimum=1)
     rounds: int = switch(2, "rounds of seeds and centres", minimum=1)
     static_weight: float = switch(2.0, "weight of the cross-entropy with static labels", minimum=0)
     dynamic_weight: float = switch(0.5, "weight of both cross-entropies with dynamic labels", minimum=0)
-    decay: float = switch(0.9999, "what a centre keeps of itself in a step; 1: it stays", minimum=0, maximum=1)
-    extractor: bool = switch(False, "train all of the feature extractor, not its BatchNorm alone")
+    decay: float = switch(0.9999, "share of a centre kept per step; 1: centres are fixed", minimum=0, maximum=1)
+    extractor: bool = switch(False, "train the whole feature extractor, not only its BatchNorm")
 
 
 class BMD(SourceFreeMethod):
-    """Class-balanced multicentric dynamic prototypes."""
+    """Trains on class-balanced, multicentric, dynamic prototypes."""
 
     name = "bmd"
     title = "BMD: class-balanced multicentric dynamic prototypes"
@@ -74,17 +73,14 @@ class BMD(SourceFreeMethod):
     config: BMDConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """One phase with labels and centres made anew every epoch."""
+        """Returns one phase with new labels and centres every epoch."""
         return [BMDPhase(self, domain.images)]
 
 
 class BMDPhase(TargetPhase):
-    """BMD's target stage.
+    """BMD's target stage."""
 
-    Args:
-        method: Whose network and memory.
-        images: All training images of the domain, uint8.
-    """
+    saved = "_centres _labels_count"
 
     def __init__(self, method: BMD, images: Tensor) -> None:
         config, network = method.config, method.network
@@ -96,21 +92,21 @@ class BMDPhase(TargetPhase):
         self._labels_count = torch.zeros((), device=device)  # 0 in the first epoch, then 1
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Sets the learning rate, labels all images and makes the centres; labels count from the second epoch."""
+        """Sets the learning rate, labels all images and computes centres; labels count from the second epoch."""
         self._labels_count.fill_(float(epoch > 0))
         return super().begin_epoch(epoch)
 
     def label(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
-        """Static labels; the centres they come from are kept."""
+        """Returns static labels; stores the centres they come from."""
         config = self._config
         found = bmd_labels(embedding, probabilities, centres=config.centres, share=config.share, rounds=config.rounds)
         self._centres.copy_(found.centres)
         return found.labels
 
     def losses(self, batch: Batch, output: Output) -> dict[str, Tensor]:
-        """The terms of all epochs; those of the other epochs count nothing."""
+        """Computes all terms in every epoch; those that do not apply have weight 0."""
         config, on = self._config, self._labels_count
-        # Without gradient, dynamic labels are what they are named.
+        # No gradient flows through the dynamic labels.
         similarities = centre_similarities(F.normalize(output.embedding.detach(), dim=1), self._centres)
         dynamic = dynamic_loss(output.logits, similarities)
         return {
@@ -121,13 +117,13 @@ class BMDPhase(TargetPhase):
         }
 
     def after_update(self, batch: Batch, output: Output) -> None:
-        """Moves the centres towards the batch, as it was seen before the update."""
+        """Moves the centres towards the batch's embeddings from before the update."""
         with torch.no_grad():
             directions = F.normalize(output.embedding, dim=1)
             self._centres.copy_(moved_centres(self._centres, directions, self._config.decay, ~batch.replayed))
 
 
 def dynamic_loss(logits: Tensor, similarities: Tensor) -> Tensor:
-    """CE(dynamic, p) + CE(p, dynamic) of each row, with the softmax of the similarities as the dynamic label."""
+    """Computes CE(dynamic, p) + CE(p, dynamic) per row; the softmax of the similarities is the dynamic label."""
     predicted, label = logits.log_softmax(dim=1), similarities.log_softmax(dim=1)
     return -(label.exp() * predicted + predicted.exp() * label).sum(dim=1)

@@ -1,39 +1,93 @@
 """EFDM — "Exact Feature Distribution Matching for Arbitrary Style Transfer and Domain Generalization", CVPR 2022.
 
-Half the batches have the feature maps of their images mixed with the style of others (:mod:`ratp.parts.efdm`), after
-some blocks of the feature extractor, each on its own. Nothing happens when the network predicts.
+The style of an image is the distribution of values in its feature maps. Matching (section 3) gives a content image the
+values of a style image, channel by channel and rank by rank: the smallest where the content has its smallest, and so
+on. Mixing goes only part of the way, by a random weight λ that is mostly close to 0 or 1:
 
-* Source stage: cross-entropy; styles are those of other images of the batch.
-* Target stage: as many exemplars as target images pass beside them and lend them their styles, one to one, layer by
-  layer; cross-entropy of the target images by SHOT's labels, anew every epoch, and of the exemplars, unmixed, by their
-  stored ones. Without a memory, styles come from the batch as before.
+    out = x + (1 − λ)·(style values at the ranks of x − sg(x)),   λ ~ Beta(α, α) per image
 
-Departures: the harness's SGD and schedule instead of a cosine over 50 epochs; DTN, unknown to the paper, is mixed
-after its first two blocks. Equal values, such as the zeros a ReLU makes, keep their order when they are ranked; the
-published code leaves it open. On Digits it falls to chance, or near it, on every target after its own stage, as in
-RaTP's table: its labels drift away from the classes (``docs/benchmarks.md``).
+where sg stops the gradient. Half the batches are mixed, after some blocks of the feature extractor, each block on its
+own. Predictions are not affected.
+
+* Source stage: cross-entropy; styles come from other images of the batch.
+* Target stage: an equal number of exemplars passes beside the target images and lends them their styles, one to one.
+  Cross-entropy of the target images with SHOT's labels, updated every epoch, and of the unmixed exemplars with their
+  stored ones. Without a memory, styles come from the batch.
+
+Deviations: the recipe's SGD and schedule instead of a cosine over 50 epochs; DTN, unknown to the paper, is mixed after
+its first two blocks. Equal values, such as the zeros of a ReLU, keep their order when ranked; the published code leaves
+it undefined. On Digits it falls to chance, or close to it, on every target after its own stage, as in RaTP's table: its
+labels drift away from the classes (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.drawn import drew
-from ratp.insertion import insert_after
-from ratp.method import Setting
-from ratp.parts.efdm import ExactMixing, Styles
-from ratp.parts.sgd import SGDConfig, StageSGD
-from ratp.phase import Phase
-from ratp.pseudo_labels import PseudoLabelPhase
-from ratp.training import NetworkMethod
+from ratp.functional.numerics import beta_numbers
+from ratp.functional.optim import SGDConfig, StageSGD
+from ratp.methods.shared.insertion import insert_after
+from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
+from ratp.training.finite import log_draw
+from ratp.training.method import Setting
+from ratp.training.phase import Phase
+
+Styles = Literal["batch", "second half"]
+
+
+def exact_mixing(content: Tensor, style: Tensor, weight: Tensor) -> Tensor:
+    """Moves the value distribution of ``content`` (n, channels, …) towards that of ``style``; λ (n,) keeps content.
+
+    Equal content values are ranked in their order.
+    """
+    order = content.flatten(2).argsort(dim=2, stable=True)
+    # Position order[i] gets the style's i-th smallest value.
+    matched = torch.zeros_like(style.flatten(2)).scatter(2, order, style.flatten(2).sort(dim=2).values)
+    rest = (1 - weight).to(content.dtype).reshape(-1, *(1,) * (content.ndim - 1))
+    return content + rest * (matched.reshape(content.shape) - content.detach())
+
+
+class ExactMixing(nn.Module):
+    """Mixes feature maps with those of other images in a share of the training batches; has no parameters.
+
+    In unmixed batches λ is 1, so every step has the same shapes. Styles come from random images of the batch, or from
+    its second half, one to one, which itself stays unmixed.
+    """
+
+    def __init__(self, probability: float, alpha: float) -> None:
+        """Creates a layer; ``alpha`` is α of the distribution of λ."""
+        super().__init__()
+        self.probability, self.alpha = probability, alpha
+        self.generator: torch.Generator | None = None
+        self.styles: Styles = "batch"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mixes feature maps while training."""
+        if not self.training:
+            return x
+        if self.styles == "batch":
+            other = torch.rand(len(x), generator=self.generator, device=x.device).argsort()
+            return exact_mixing(x, x[other], self._weights(len(x), x.device))
+        content, style = x.chunk(2)
+        return torch.cat([exact_mixing(content, style, self._weights(len(content), x.device)), style])
+
+    def _weights(self, count: int, device: torch.device) -> Tensor:
+        weights = beta_numbers(self.alpha, self.alpha, count, self.generator, device)
+        mixes = torch.rand(1, generator=self.generator, device=device) < self.probability
+        return torch.where(mixes, weights, 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExactMixing:
+        """Copies all but the generator: modules that share one would shift each other's draws."""
+        copy = ExactMixing(self.probability, self.alpha).train(self.training)
+        copy.styles = self.styles
+        return copy
 
 
 @dataclass(frozen=True)
@@ -41,15 +95,15 @@ class EFDMConfig:
     """Switches of EFDM."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
-    blocks: tuple[int, ...] = switch((1, 2), "blocks of the feature extractor it acts after, from 1", minimum=1)
+    blocks: tuple[int, ...] = switch((1, 2), "blocks of the feature extractor that it follows, from 1", minimum=1)
     probability: float = switch(0.5, "share of batches that are mixed, for each block", minimum=0, maximum=1)
     alpha: float = switch(0.1, "α of the mixing weight's distribution Beta(α, α)", above=0, below=2)
-    refresh: int = switch(1, "epochs between labellings of a target", minimum=1)
+    refresh: int = switch(1, "epochs between updates of pseudo-labels", minimum=1)
     memory_weight: float = switch(1.0, "weight of the exemplars' own cross-entropy", minimum=0)
 
 
-class EFDM(NetworkMethod):
-    """Cross-entropy on feature maps of mixed styles, by SHOT's labels on targets."""
+class EFDM(PseudoLabelMethod):
+    """Trains on feature maps of mixed styles, with SHOT's labels on targets."""
 
     name = "efdm"
     title = "EFDM: exact feature distribution mixing"
@@ -58,7 +112,7 @@ class EFDM(NetworkMethod):
         "Zhang et al., Exact Feature Distribution Matching for Arbitrary Style Transfer and Domain Generalization, "
         "CVPR 2022"
     )
-    needs = "source labels, memory, pseudo labels of targets"
+    needs = "source labels, memory, pseudo-labels of targets"
     config_type = EFDMConfig
     large: ClassVar[Mapping[str, Any]] = {"blocks": (1, 2, 3)}
     config: EFDMConfig
@@ -70,17 +124,13 @@ class EFDM(NetworkMethod):
         )
         self.layers = list(made.values())
 
-    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase with true labels and styles from the batch."""
-        return [EFDMPhase(self, domain.images, domain.labels)]
-
-    def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """One phase with pseudo labels and styles from the memory."""
-        return [EFDMPhase(self, domain.images, None)]
+    def phases(self, images: Tensor, labels: Tensor | None) -> Sequence[Phase]:
+        """Returns one phase; styles come from the batch or, on targets, from the memory."""
+        return [EFDMPhase(self, images, labels)]
 
 
 class EFDMPhase(PseudoLabelPhase):
-    """One stage of EFDM."""
+    """Trains EFDM on one domain."""
 
     def __init__(self, method: EFDM, images: Tensor, labels: Tensor | None) -> None:
         setting, recipe, config = method.setting, method.setting.recipe, method.config
@@ -96,7 +146,7 @@ class EFDMPhase(PseudoLabelPhase):
         self.generators = (*self.generators, self._exemplars, mixing)
 
     def step(self) -> dict[str, Tensor]:
-        """One update on a batch, on a target with as many exemplars beside it."""
+        """Updates the network once on a batch, on a target with as many exemplars beside it."""
         batch = self.batches.draw(self.batch)
         self.network.train()
         if self._replays:
@@ -108,13 +158,11 @@ class EFDMPhase(PseudoLabelPhase):
             }
         else:
             terms = {"ce": F.cross_entropy(self.network(batch.images).logits, batch.labels)}
-        total = torch.stack(list(terms.values())).sum()
-        self.optimiser.minimise(total)
-        return {"total": total, **terms}
+        return self.minimise(terms)
 
     def _draw_exemplars(self) -> tuple[Tensor, Tensor]:
-        """Images and labels, with replacement: there may be fewer than a batch."""
+        """Draws images and labels with replacement, because there may be fewer than a batch."""
         memory, generator = self._memory, self._exemplars
         index = torch.randint(len(memory), (self.batch,), generator=generator, device=memory.images.device)
-        drew(index, 0)
+        log_draw(index, 0)
         return self._inputs(memory.images[index], generator), memory.labels[index]

@@ -1,81 +1,215 @@
 """GSFDA — G-SFDA, "Generalized Source-free Domain Adaptation", ICCV 2021.
 
-Every domain uses some channels of the embedding, by a mask of its own (:mod:`ratp.parts.domain_attention`). On a
-target, images learn to agree with their neighbours (:mod:`ratp.parts.neighbourhood`).
+Every domain uses some channels of the embedding, selected by its own mask. On a target, images learn to agree with
+their neighbours.
 
-* Source stage: Σ over all domains' masks of the smoothed cross-entropy of masked embeddings + ρ·(mean of the masks).
-  The masks of targets to come are learnt here too, so their number is fixed beforehand (``slots``).
-* Target stage: its mask is in force. Loss −Σ log(p·q) over the k nearest images of the target, by a bank that follows
-  the batches, − H(p̄). BatchNorm's γ and β of the feature extractor, the bottleneck and the classifier learn; what a
-  channel learns is multiplied by 1 − a, a the largest mask any other domain has on it.
-* After a stage: exemplars go to the memory, with what the model predicts for them. All domains are predicted with the
-  mask of the latest stage; :meth:`GSFDA.predict_as` takes the mask of a known stage instead, and what that would give
-  is in the journal and, as a note, in reports.
-* ``augment`` adds RandMix: copies of all source images, and of target images the model is confident about. A copy
+A domain t has a vector e_t; its mask a_t = σ(s·e_t) is nearly binary for a large s (HAT, ICML 2018). While masks are
+learned, s grows from 1/s_max to s_max; :func:`compensation` makes up for the gradient of e, too small at both ends. A
+bank holds the last embedding and prediction of every image; a prediction p should agree with those q of its nearest
+images by cosine (section 3.2):
+
+    −Σ_{j ∈ kNN(i)} log(p_i · q_j)
+
+* Source stage: Σ over the masks of all domains of the smoothed cross-entropy of masked embeddings + ρ·(mean of the
+  masks). Masks of future targets are learned here too, so their number is fixed beforehand (``slots``).
+* Target stage, under its mask: agreement with the k nearest images − H(p̄). BatchNorm's γ and β of the feature
+  extractor, the bottleneck and the classifier learn; updates of a channel are multiplied by 1 − a, with a the largest
+  mask any other domain has on it.
+* After a stage: exemplars enter the memory with the model's predictions. All domains are predicted under the mask of
+  the latest stage; :meth:`GSFDA.predict_for_domain` uses the mask of a known stage instead, and the journal and reports
+  say what that would give.
+* ``augment`` adds RandMix: copies of all source images, and of target images that the model is confident about. A copy
   learns from the neighbours of its image, or from the label of its exemplar; diversity is that of the images alone.
 
-Departures from the published code:
+Deviations from the published code:
 
-* The masks' sharpness s goes from 1/s_max to s_max over an epoch; there it is counted in data sets instead of batches,
-  and overshoots.
-* An image is no neighbour of itself. There the line that should see to it changes a copy, and an image's own last entry
-  is mostly its first neighbour.
-* The bottleneck has two layers: the mask is on the last one's output, and 1 − a on the last one's rows and the
-  classifier's columns. It holds back weight decay as well: a channel used elsewhere stays as it is.
-* BatchNorm layers are found by type (by name there, which misses some), and masks do not learn on targets, where
-  their gradient is next to nothing.
-* Agreement is computed from logarithms, finite for any prediction.
-* Epochs, steps and batches are the recipe's. Digits, unknown to the paper, have RaTP's optimiser for all parameters.
-* The exemplar memory, which it has not: exemplars have cross-entropy with their stored labels in place of neighbours,
-  under the mask in force, and are not in the bank. Domains beyond the last slot share it.
+* The sharpness s goes from 1/s_max to s_max over an epoch; there it counts data sets instead of batches and overshoots.
+* An image is not its own neighbour. There the line that should ensure this changes a copy, and an image's own last
+  entry is mostly its first neighbour.
+* The bottleneck has two layers: the mask applies to the last one's output, and 1 − a to the last one's rows and the
+  classifier's columns. It scales weight decay as well: a channel used elsewhere does not change.
+* BatchNorm layers are selected by type (by name there, which misses some). Masks do not learn on targets, where their
+  gradient is close to zero.
+* Agreement is computed from logarithms, which are finite for any prediction.
+* Epochs, steps and batches come from the recipe. Digits, unknown to the paper, have RaTP's optimiser for all
+  parameters.
+* The exemplar memory is added: exemplars have cross-entropy with their stored labels instead of neighbours, under the
+  current mask, and are not in the bank. Domains beyond the last slot share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ratp._core.state import Stateful
 from ratp.config import switch
-from ratp.copies import CopiesConfig, CopyingMethod
-from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.inference import run_in_chunks
-from ratp.method import Setting
-from ratp.network import Output, check_two_layers
-from ratp.parts.batch_norm import affine_parameters
-from ratp.parts.clip import clip_norm
-from ratp.parts.domain_attention import MaskedLinear, annealed_scale, compensation, domain_masks, used_elsewhere
-from ratp.parts.information import entropy
-from ratp.parts.losses import mean_over
-from ratp.parts.neighbourhood import Bank, disagreement
-from ratp.parts.scores import scores
-from ratp.parts.sgd import Group, SGDConfig, StageSGD
-from ratp.phase import Phase
-from ratp.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, extractor_groups
-from ratp.training import Batch, Batches, look
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.losses import entropy, mean_over, scores
+from ratp.functional.norm import affine_parameters
+from ratp.functional.optim import Group, StageSGD
+from ratp.methods.shared.pseudo_labels import PseudoLabelPhase
+from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
+from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, all_groups
+from ratp.networks.network import check_two_layers
+from ratp.training.method import Setting
+from ratp.training.phase import Phase
+from ratp.training.phases import Batch, embed_all
+from ratp.training.recipe import run_in_chunks
+
+
+def clip_norm(gradients: list[Tensor], largest: float) -> list[Tensor]:
+    """Scales gradients so that their joint norm is at most ``largest``."""
+    length = torch.stack(torch._foreach_norm(gradients)).norm()
+    # min(1, largest/‖g‖)
+    return list(torch._foreach_mul(gradients, (largest / length.clamp_min(1e-30)).clamp(max=1)))
+
+
+SHARPEST = 100.0
+LARGEST_EXPONENT = 10.0
+
+
+def domain_masks(vectors: Tensor, scale: Tensor | float = SHARPEST) -> Tensor:
+    """Computes masks a = σ(s·e), of the shape of e."""
+    return (scale * vectors).sigmoid()
+
+
+def annealed_scale(progress: Tensor, sharpest: float = SHARPEST) -> Tensor:
+    """Computes s, which grows linearly from 1/s_max at progress 0 to s_max at progress 1."""
+    return 1 / sharpest + (sharpest - 1 / sharpest) * progress
+
+
+def compensation(vectors: Tensor, scale: Tensor, sharpest: float = SHARPEST) -> Tensor:
+    """Computes the factor on the gradient of e that makes it independent of s."""
+    # s_max/s · (cosh(s·e) + 1)/(cosh(e) + 1), with s·e within ±10
+    exponents = (scale * vectors).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return sharpest / scale * (exponents.cosh() + 1) / (vectors.cosh() + 1)
+
+
+def used_elsewhere(masks: Tensor, slot: int) -> Tensor:
+    """Computes each channel's use by other domains: the maximum of all masks (slots, d) but ``slot``, shape (d,)."""
+    others = torch.cat([masks[:slot], masks[slot + 1 :]])
+    return others.amax(dim=0) if len(others) else torch.zeros_like(masks[0])
+
+
+class MaskedLinear(nn.Linear):
+    """A linear layer whose output is multiplied by a domain's mask."""
+
+    slot: Tensor  # index of the mask in use, shape (1,)
+
+    def __init__(self, linear: nn.Linear, slots: int) -> None:
+        """Takes over the weights of ``linear``; draws masks from torch's generator, on the host."""
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        # e, one row per domain, shape (slots, d)
+        self.domains = nn.Parameter(torch.randn(slots, linear.out_features).to(device))
+        self.register_buffer("slot", torch.zeros(1, dtype=torch.int64, device=device))
+        self._masked = True
+
+    @property
+    def mask(self) -> Tensor:
+        """Returns the mask in use, shape (1, d)."""
+        return domain_masks(self.domains.index_select(0, self.slot))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes (x·Wᵀ + b) ⊙ a."""
+        output = F.linear(x, self.weight, self.bias)
+        return output * self.mask if self._masked else output
+
+    @contextmanager
+    def unmasked(self) -> Iterator[None]:
+        """Turns masks off within the block."""
+        self._masked = False
+        try:
+            yield
+        finally:
+            self._masked = True
+
+    @contextmanager
+    def using(self, slot: int) -> Iterator[None]:
+        """Uses the mask of ``slot`` within the block."""
+        before = self.slot.clone()
+        self.slot.fill_(slot)
+        try:
+            yield
+        finally:
+            self.slot.copy_(before)
+
+
+def disagreement(logs: Tensor, neighbours: Tensor) -> Tensor:
+    """Computes −Σ_j log(p·q_j) for every sample, shape (n,); 0 without neighbours.
+
+    ``logs`` is log p, shape (n, classes); ``neighbours`` holds the constants log q, shape (n, k, classes).
+    """
+    # log(p·q) = logsumexp over classes of log p + log q
+    return -torch.logsumexp(logs[:, None] + neighbours.detach(), dim=2).sum(dim=1)
+
+
+class Bank(Stateful):
+    """The last embeddings (n, d) and log-predictions (n, classes) of all samples of a domain."""
+
+    saved = "size _directions _logs"
+
+    def __init__(self, embeddings: Tensor, logs: Tensor) -> None:
+        self.size = len(embeddings)
+        # The extra row takes writes that belong to no sample.
+        self._directions = F.pad(F.normalize(embeddings.detach(), dim=1), (0, 0, 0, 1))
+        self._logs = F.pad(logs.detach(), (0, 0, 0, 1))
+
+    @property
+    def directions(self) -> Tensor:
+        """Returns embeddings of unit length, shape (n, d)."""
+        return self._directions[: self.size]
+
+    @property
+    def logs(self) -> Tensor:
+        """Returns log-predictions, shape (n, classes)."""
+        return self._logs[: self.size]
+
+    @torch.no_grad()
+    def nearest(self, embeddings: Tensor, places: Tensor, count: int) -> Tensor:
+        """Returns the rows nearest to embeddings (m, d) of the samples at ``places``, nearest first.
+
+        The shape is (m, count), or (m, n − 1) if that is smaller: a sample is not its own neighbour.
+        """
+        count = min(count, self.size - 1)
+        if count < 1:
+            return places.new_zeros(len(places), 0)
+        cosines = F.normalize(embeddings, dim=1) @ self.directions.T
+        return cosines.scatter_(1, places[:, None], -torch.inf).topk(count, dim=1).indices
+
+    @torch.no_grad()
+    def write(self, places: Tensor, embeddings: Tensor, logs: Tensor, counts: Tensor) -> None:
+        """Replaces the rows at ``places`` where ``counts`` is true; if a sample occurs twice, its later row stays."""
+        places = places.where(counts, self.size)
+        # All rows of one sample write the same values, the last one's, so their order does not matter.
+        order = torch.arange(1, len(places) + 1, device=places.device)
+        last = ((places[:, None] == places[None, :]) * order).argmax(dim=1)
+        self._directions.index_copy_(0, places, F.normalize(embeddings, dim=1)[last])
+        self._logs.index_copy_(0, places, logs[last])
+
 
 LONGEST_GRADIENT = 10_000.0
 
 
 @dataclass(frozen=True)
 class GSFDAConfig(CopiesConfig, SourceFreeConfig):
-    """Switches of GSFDA. Defaults: the published ones for several targets, but for the optimiser of small networks."""
+    """Switches of G-SFDA. Defaults: published for several targets, except the optimiser of small networks."""
 
-    slots: int = switch(5, "domains with a mask of their own, the source among them; more share the last", minimum=1)
+    slots: int = switch(5, "domains with their own mask, including the source; later ones share the last", minimum=1)
     sparsity: float = switch(0.1, "ρ, weight of the masks' mean on the source", minimum=0)
     neighbours: int = switch(3, "k, nearest images to agree with; 0: diversity alone", minimum=0)
 
 
 class GSFDA(CopyingMethod):
-    """Channels of one's own for every domain, and agreement among neighbours.
-
-    Attributes:
-        gate: The bottleneck's last layer, with the masks of all domains.
-    """
+    """Gives every domain channels of its own, and lets neighbours agree."""
 
     name = "gsfda"
     title = "GSFDA: domain attention and local structure clustering"
@@ -97,72 +231,58 @@ class GSFDA(CopyingMethod):
         check_two_layers(setting.recipe.network, self.name)
         super().__init__(setting, config)
         with setting.randomness.scope("domain attention"):
+            # the bottleneck's last layer, with the masks of all domains
             self.gate = MaskedLinear(cast(nn.Linear, self.network.bottleneck[3]), config.slots)
         self.network.bottleneck[3] = self.gate
 
     def slot_of(self, stage: int) -> int:
-        """Which mask the domain of a stage has."""
+        """Returns the mask index of a stage's domain."""
         return min(stage, self.config.slots - 1)
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase that learns all masks."""
+        """Returns one phase that trains all masks."""
         return [GSFDASourcePhase(self, domain)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """One phase with a bank of all images."""
+        """Returns one phase with a bank of all images."""
         return [GSFDAPhase(self, domain.images)]
 
-    def predict_as(self, images: Tensor, stage: int) -> Tensor:
-        """Logits of uint8 images known to be of the domain of a stage: by its mask, not the latest."""
+    def predict_for_domain(self, images: Tensor, stage: int) -> Tensor:
+        """Returns logits of uint8 images known to be from a stage's domain, under its own mask."""
         with self.gate.using(self.slot_of(stage)):
             return self.predict(images)
 
 
-class GSFDASourcePhase(Phase):
-    """Smoothed cross-entropy under every mask.
+class GSFDASourcePhase(PseudoLabelPhase):
+    """Trains with smoothed cross-entropy under every mask."""
 
-    Args:
-        method: Whose network, masks and memory.
-        domain: What to learn.
-    """
-
-    name = "source"
-    captures = True
+    saved = "_done"
 
     def __init__(self, method: GSFDA, domain: LabelledDomain) -> None:
-        setting, recipe, config, network = method.setting, method.setting.recipe, method.config, method.network
-        self.epochs, self.steps = recipe.epochs, recipe.steps
-        self._method, self._config, self._network, self._gate = method, config, network, method.gate
-        self._batch = recipe.batch
-        self._batches = Batches(setting, "source", 0, domain.images, domain.labels)
-        self._dropout, self._copies = setting.generator("dropout", 0), method.copies()
-        self.generators = *self._batches.generators, self._dropout
-        if self._copies is not None:
-            self.generators = *self.generators, *self._copies.generators
-        groups = [*extractor_groups(network, config.backbone_rate), (network.classifier.parameters(), 1.0)]
-        groups = [(list(parameters), factor) for parameters, factor in groups]
+        recipe, config, network = method.setting.recipe, method.config, method.network
+        groups = [(list(parameters), factor) for parameters, factor in all_groups(network, config.backbone_rate)]
+        optimiser = StageSGD(groups, recipe.lr, recipe.epochs, config.sgd, recipe.steps)
+        self._copies = method.copies()
+        super().__init__(method, domain.images, domain.labels, optimiser, generators=self._copies.generators)
+        self._config, self._gate = config, method.gate
         self._parameters = [parameter for parameters, _ in groups for parameter in parameters]
-        self._optimiser = StageSGD(groups, recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        self._done = torch.zeros((), device=setting.device)  # steps of this epoch
+        self._done = torch.zeros((), device=method.setting.device)  # steps of this epoch
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Sets the learning rate; masks are soft again."""
-        if epoch == 0:
-            self._network.use_generator(self._dropout)
+        """Sets the learning rate; resets the sharpness of the masks."""
         self._done.zero_()
-        return {"lr": self._optimiser.begin_epoch(epoch)}
+        return super().begin_epoch(epoch)
 
     def step(self) -> dict[str, Tensor]:
-        """One update on a batch, with copies of all its images if copies are made."""
+        """Updates the network once on a batch and its RandMix copies, if any."""
         config, vectors = self._config, self._gate.domains
-        batch = self._batches.draw(self._batch)
-        learn = self._network.train() if self._copies is None else self._copies.learn_all
+        batch = self.batches.draw(self.batch)
         with self._gate.unmasked():
-            embedding = learn(batch.images).embedding
-        labels = batch.labels.repeat(len(embedding) // self._batch)
+            embedding = self._copies.learn_all(batch.images).embedding
+        labels = batch.labels.repeat(len(embedding) // self.batch)
         scale = annealed_scale(self._done / max(self.steps - 1, 1))
         masks = domain_masks(vectors, scale)
-        logits = scores((masks[:, None] * embedding).flatten(0, 1), self._network.prototypes)
+        logits = scores((masks[:, None] * embedding).flatten(0, 1), self.network.prototypes)
         # Σ_t CE(W(z ⊙ a_t), y) + ρ·mean(a)
         ce = F.cross_entropy(logits, labels.repeat(config.slots), label_smoothing=config.smoothing)
         terms = {"ce": config.slots * ce, "sparsity": config.sparsity * masks.mean()}
@@ -171,45 +291,19 @@ class GSFDASourcePhase(Phase):
             gradient * compensation(parameter.detach(), scale) if parameter is vectors else gradient
             for parameter, gradient in zip(self._parameters, torch.autograd.grad(total, self._parameters), strict=True)
         ]
-        self._optimiser.update(clip_norm(gradients, LONGEST_GRADIENT))
+        self.optimiser.update(clip_norm(gradients, LONGEST_GRADIENT))
         self._done += 1
         return {"total": total, **terms}
 
-    def finish(self) -> dict[str, float]:
-        """Chooses exemplars."""
-        return self._method.remember(self._batches.images, self._batches.labels)
 
+class GSFDAPhase(PseudoLabelPhase):
+    """Trains with agreement among neighbours, in the channels the domain has to itself."""
 
-class GSFDAPhase(Phase):
-    """Agreement with neighbours, in the channels the domain has for itself.
-
-    Args:
-        method: Whose network, masks and memory.
-        images: All training images of the domain, uint8.
-    """
-
-    name = "target"
-    captures = True
+    saved = "_bank"
 
     def __init__(self, method: GSFDA, images: Tensor) -> None:
-        setting, recipe, config, stage = method.setting, method.setting.recipe, method.config, method.stage
-        self.epochs, self.steps = recipe.epochs, recipe.steps
-        self._method, self._config, self._network, self._gate = method, config, method.network, method.gate
-        self._slot, self._count = method.slot_of(stage), recipe.batch
-        self._memory = method.memory
-        self._union = config.replay == "union" and len(self._memory) > 0
-        self._beside = config.replay == "separate" and len(self._memory) > 1  # one image has no batch statistics
-        unknown = torch.zeros(len(images), dtype=torch.int64)
-        self._batches = Batches(setting, "target", stage, images, unknown, self._memory if self._union else None)
-        self._dropout, self._copies = setting.generator("dropout", stage), method.copies()
-        self.generators = *self._batches.generators, self._dropout
-        if self._copies is not None:
-            self.generators = *self.generators, *self._copies.generators
-        self._make_optimiser(recipe.lr, config.sgd)
-        self._bank: Bank | None = None
-
-    def _make_optimiser(self, lr: float, config: SGDConfig) -> None:
-        network, gate = self._network, self._gate
+        recipe, config, memory = method.setting.recipe, method.config, method.memory
+        network, gate, self._slot = method.network, method.gate, method.slot_of(method.stage)
         with torch.no_grad():
             free = 1 - used_elsewhere(domain_masks(gate.domains), self._slot)
         shares = {gate.weight: free[:, None], gate.bias: free, network.classifier.weight: free[None, :]}
@@ -217,54 +311,53 @@ class GSFDAPhase(Phase):
         fast = [p for p in network.bottleneck.parameters() if p is not gate.domains]
         fast += network.classifier.parameters()
         self._parameters = [*slow, *fast]
-        # How much of what it learns each parameter takes.
+        # The share of its update that each parameter takes.
         self._shares = [shares.get(parameter, torch.ones_like(free[0])) for parameter in self._parameters]
         self._free = free.mean()
-        self._decay = config.weight_decay
-        groups: list[Group] = [(slow, self._config.backbone_rate), (fast, 1.0)]
-        # Weight decay is added before it is multiplied: by 1 − a, so that a channel of others does not decay.
-        plain = SGDConfig(config.momentum, 0.0, config.schedule, config.nesterov)
-        self._optimiser = StageSGD(groups, lr, self.epochs, plain, self.steps)
+        # _update adds weight decay before the factor 1 − a, so channels of other domains do not decay.
+        plain = replace(config.sgd, weight_decay=0.0)
+        groups: list[Group] = [(slow, config.backbone_rate), (fast, 1.0)]
+        optimiser = StageSGD(groups, recipe.lr, recipe.epochs, plain, recipe.steps)
+        self._copies = method.copies()
+        union = config.replay == "union"
+        super().__init__(method, images, None, optimiser, union=union, generators=self._copies.generators)
+        self._config, self._gate, self._memory = config, gate, memory
+        self._union = union and len(memory) > 0
+        self._beside = config.replay == "separate" and len(memory) > 1  # one image has no batch statistics
+        self._bank = Bank(*torch.zeros(2, 1, 1, device=method.setting.device))
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Sets the learning rate; before the first epoch, the domain's mask and its bank."""
-        lr = {"lr": self._optimiser.begin_epoch(epoch)}
+        """Sets the learning rate; before the first epoch, selects the mask and fills the bank."""
+        lr = {"lr": self.optimiser.begin_epoch(epoch)}
         if epoch:
             return lr
-        self._network.use_generator(self._dropout)
         self._gate.slot.fill_(self._slot)
 
         def embed_and_classify(inputs: Tensor) -> tuple[Tensor, ...]:
-            output = self._network(inputs)
+            output = self.network(inputs)
             return output.embedding, output.logits.log_softmax(dim=1)
 
-        self._bank = Bank(*run_in_chunks(self._network, embed_and_classify, self._batches.images, self._method.scaling))
+        self._bank = Bank(*run_in_chunks(self.network, embed_and_classify, self.batches.images, self.method.scaling))
         return lr | {"free_channels": self._free.item()}
 
-    def make_ready(self, begun: int, finished: bool) -> None:
-        """Makes the bank."""
-        if begun or finished:
-            self._bank = Bank(*torch.zeros(2, 1, 1, device=self._free.device))
-
     def step(self) -> dict[str, Tensor]:
-        """One update on a batch, with copies of its confident images if copies are made."""
-        assert self._bank is not None
-        batch = self._batches.draw(self._count)
-        output, valid = self._learn(batch.images)
+        """Updates the network once on a batch and the RandMix copies of its confident images, if any."""
+        batch = self.batches.draw(self.batch)
+        output, valid = self._copies.learn_confident(batch.images)
         logs = output.logits.log_softmax(dim=1)
-        embedding = output.embedding[: self._count].detach()
+        embedding = output.embedding[: self.batch].detach()
         near = self._bank.nearest(embedding, batch.places, self._config.neighbours)
         terms = self._losses(batch, logs, self._bank.logs[near], valid)
         if self._beside:
-            stored = self._batches.draw_memory(self._memory, self._count)
-            terms["replay"] = F.cross_entropy(self._network(stored.images).logits, stored.labels)
+            stored = self.batches.draw_memory(self._memory, self.batch)
+            terms["replay"] = F.cross_entropy(self.network(stored.images).logits, stored.labels)
         total = torch.stack(list(terms.values())).sum()
         self._update(total)
-        self._bank.write(batch.places, embedding, logs[: self._count].detach(), ~batch.replayed)
-        return {"total": total, **terms} | ({} if valid is None else {"confident": valid[self._count :].float().mean()})
+        self._bank.write(batch.places, embedding, logs[: self.batch].detach(), ~batch.replayed)
+        return {"total": total, **terms} | ({} if valid is None else {"confident": valid[self.batch :].float().mean()})
 
     def _losses(self, batch: Batch, logs: Tensor, near: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        """The terms of a batch: neighbours of target images, labels of exemplars, diversity of all images."""
+        """Computes the loss terms: neighbours of target images, labels of exemplars, diversity of all images."""
         copies = 1 if valid is None else 2
         replayed, near = batch.replayed.repeat(copies), near.repeat(copies, 1, 1)
         terms = {"neighbours": mean_over(disagreement(logs, near).masked_fill(replayed, 0), valid)}
@@ -272,24 +365,20 @@ class GSFDAPhase(Phase):
             ce = F.nll_loss(logs, batch.labels.repeat(copies), reduction="none")
             terms["replay"] = mean_over(ce.masked_fill(~replayed, 0), valid)
         # Σ_c p̄_c·log(p̄_c + 10⁻⁵)
-        return terms | {"diversity": -entropy(logs[: self._count].exp().mean(dim=0))}
-
-    def _learn(self, images: Tensor) -> tuple[Output, Tensor | None]:
-        """What the network makes of images and copies, and which of them count; None: all do."""
-        return (self._network.train()(images), None) if self._copies is None else self._copies.learn_confident(images)
+        return terms | {"diversity": -entropy(logs[: self.batch].exp().mean(dim=0))}
 
     def _update(self, total: Tensor) -> None:
-        """One update in which a parameter takes its share."""
+        """Updates the parameters, each by its share."""
         gradients = list(torch.autograd.grad(total, self._parameters))
         with torch.no_grad():
             gradients = clip_norm([g * s for g, s in zip(gradients, self._shares, strict=True)], LONGEST_GRADIENT)
             # (1 − a)·(∇L + λθ)
             for gradient, share, parameter in zip(gradients, self._shares, self._parameters, strict=True):
-                gradient.add_(share * parameter, alpha=self._decay)
-        self._optimiser.update(gradients)
+                gradient.add_(share * parameter, alpha=self._config.sgd.weight_decay)
+        self.optimiser.update(gradients)
 
     def finish(self) -> dict[str, float]:
-        """Chooses exemplars, by what the model now predicts."""
-        images = self._batches.images
-        predicted = look(self._network, self._method.setting, images)[1].argmax(dim=1)
-        return self._method.remember(images, predicted)
+        """Chooses exemplars by the model's predictions."""
+        images = self.batches.images
+        predicted = embed_all(self.network, self.method.setting, images)[1].argmax(dim=1)
+        return self.method.remember(images, predicted)

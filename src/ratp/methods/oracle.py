@@ -1,8 +1,8 @@
-"""Oracle: cross-entropy with the true labels of every domain, source and targets, and replay of exemplars.
+"""Oracle: trains on every domain, source and targets, by cross-entropy with its true labels, replaying exemplars.
 
-It is told what no method may know, and every result of it says so. It shows what better labels alone could give:
-right after a domain's own stage, nearly everything. On domains still to come labels are not all: RaTP, which sees none
-of targets, is ahead of it there (``docs/benchmarks.md``).
+It uses labels that no method may have, and every result of it says so. It shows what better labels alone could achieve:
+nearly everything right after a domain's own stage, but not everything on domains still to come, where RaTP is ahead
+without any target labels (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.parts.sgd import SGDConfig
-from ratp.phase import Phase
-from ratp.training import NetworkMethod, SupervisedPhase
+from ratp.functional.optim import SGDConfig
+from ratp.training.phase import Phase
+from ratp.training.phases import NetworkMethod, SupervisedPhase
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OracleConfig:
 
 
 class Oracle(NetworkMethod):
-    """Learns every domain with its true labels."""
+    """Trains on every domain with its true labels."""
 
     name = "oracle"
     title = "Oracle: every domain with its true labels"
@@ -38,20 +38,20 @@ class Oracle(NetworkMethod):
 
     @classmethod
     def uses_target_labels(cls, config: Any) -> bool:
-        """It is told them."""
+        """Returns True."""
         del config
         return True
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase of cross-entropy."""
+        """Returns one phase of cross-entropy."""
         return [self._learn(domain)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """Not without labels."""
+        """Refuses: the oracle needs labels."""
         raise RatpError(f"the oracle needs the labels of {domain.name!r}.")
 
-    def told_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase of cross-entropy on the domain and the memory together."""
+    def labelled_target_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """Returns one phase of cross-entropy on the domain and the memory together."""
         return [self._learn(domain)]
 
     def _learn(self, domain: LabelledDomain) -> Phase:
@@ -62,5 +62,5 @@ class Oracle(NetworkMethod):
             self.config.sgd,
             stage=self.stage,
             memory=self.memory if self.stage else None,
-            finish=lambda told: self.remember(told.images, told.labels),
+            finish=lambda learned: self.remember(learned.images, learned.labels),
         )

@@ -1,81 +1,87 @@
 """RaTP — "Deja Vu: Continual Model Generalization for Unseen Domains", ICLR 2023.
 
-RandMix augments, T2PL labels, PCA aligns; distillation and an exemplar memory hold on to what was learnt.
+RandMix augments, T2PL labels and PCA aligns; distillation and an exemplar memory prevent forgetting.
 
-* Source stage: loss CE + PCA without old prototypes, on each batch and its RandMix copy.
-* Target stage: T2PL labels all images, now and then anew; batches mix target and memory; images the model
-  is confident about get a RandMix copy; loss CE + PCA + distillation from the model before the stage.
-* After a stage: exemplars go to the memory, the model becomes the old model.
+* Source stage: every image of a batch gets a RandMix copy with the same label. Loss: CE + PCA, without old prototypes.
+* Target stage: every few epochs T2PL labels all images of the target. A batch mixes target and memory; images that
+  the model is confident about get a RandMix copy. Loss: CE + PCA + distillation from the model before the stage.
+* After a stage: exemplars of the domain enter the memory, and the model becomes the old model.
 
-For ablations (section 3.2 of the paper) other labels can take the place of T2PL's, other losses that of PCA, and
-RandMix can be left out: switches ``labelling``, ``alignment`` and ``augment``.
+With an embedding z, the rows w of the classifier W as prototypes, and primes for the old model:
 
-The paper and its published code differ in many places. Each that changes behaviour is a switch of
-:class:`RaTPConfig`, numbered by its row in ``docs/ratp.md``; the defaults follow the published code
-(preset ``official``), preset ``paper`` follows the text. Departures from both, always in force: a class that
-no top sample belongs to keeps its soft centroid in T2PL (the code divides by zero), no image enters the
-memory twice (the code repeats images of small classes), and images are drawn on the device.
+    CE       −log softmax_y(W z)
+    PCA      −log (e^{s·z·w_y} + m·e^{s·z·w′_y}) / (Σ_c e^{s·z·w_c} + m·Σ_c e^{s·z·w′_c} + Σ_{j: y_j≠y} e^{s·z·z_j})
+    distill  KL(softmax(W′ z′) ‖ softmax(W z))
+
+For the ablations of section 3.2, other labels can replace those of T2PL and other losses PCA, and RandMix can be left
+out: switches ``labelling``, ``alignment`` and ``augment``.
+
+The paper and its published code differ in many places. Each difference that changes behaviour is a switch of
+:class:`RaTPConfig`, numbered by its row in ``docs/ratp.md``. The defaults follow the published code (preset
+``official``), the preset ``paper`` follows the text. Three deviations from both are always in force: in T2PL, a class
+without top samples keeps its soft centroid (the code divides by zero); no image enters the memory twice (the code
+repeats images of small classes); and images are drawn on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ratp.capture import at_once
 from ratp.config import as_dict, switch
-from ratp.copies import three_draws
-from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
-from ratp.method import Setting, pack, unpack
-from ratp.network import Network, Output
-from ratp.parts.batch_norm import only_rows, supports_row_masks
-from ratp.parts.bmd_labels import bmd_labels
-from ratp.parts.distill import distillation
-from ratp.parts.herding import Selection
-from ratp.parts.losses import cross_entropy, mean_over
-from ratp.parts.pca import PCAConfig, prototype_contrastive
-from ratp.parts.pcl import proxy_contrastive
-from ratp.parts.prototypes import domain_average, prototype_learning
-from ratp.parts.randmix import RandMix, RandMixConfig, check_kernels
-from ratp.parts.scl import supervised_contrastive
-from ratp.parts.sgd import SGDConfig, StageSGD
-from ratp.parts.shot_labels import shot_labels
-from ratp.parts.t2pl import T2PLConfig, t2pl
-from ratp.phase import Phase
-from ratp.source_models import SharedTraining
-from ratp.training import Batches, NetworkMethod, look, relabel, remember
+from ratp.functional.losses import (
+    PCAConfig,
+    cross_entropy,
+    distillation,
+    mean_over,
+    prototype_contrastive,
+    proxy_contrastive,
+    supervised_contrastive,
+)
+from ratp.functional.norm import only_rows, supports_row_masks
+from ratp.functional.optim import SGDConfig, StageSGD
+from ratp.functional.pseudo_labels import T2PLConfig, bmd_labels, domain_average, prototype_learning, shot_labels, t2pl
+from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
+from ratp.networks.network import Network, Output
+from ratp.training.memory import Selection
+from ratp.training.method import Setting, pack, unpack
+from ratp.training.phase import Phase
+from ratp.training.phases import Batch, Batches, NetworkMethod, embed_all, remember, update_labels_
+from ratp.training.recipe import at_once
+from ratp.training.source_cache import SharedTraining
 
 Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
-# Switches that the network does not depend on until the first target.
+# Switches that do not affect training on the source.
 TARGETS_ONLY = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Switches of the distillation from the model before the stage."""
+    """Switches of the distillation from the old model."""
 
-    weight: float = switch(0.5, "weight of the loss; the paper says 1", row=7, minimum=0)
-    on: Literal["logits", "embedding"] = switch("logits", "what is compared: classifier outputs or z", row=8)
-    data: Literal["all", "target"] = switch("all", "images it acts on: all, or clean target images only", row=9)
-    student: Literal["train", "eval"] = switch("train", "mode of the learning network; 'eval': no dropout", row=10)
+    weight: float = switch(0.5, "weight of the loss; the paper says 1", doc_ref=7, minimum=0)
+    on: Literal["logits", "embedding"] = switch("logits", "what is compared: classifier outputs or z", doc_ref=8)
+    data: Literal["all", "target"] = switch("all", "distilled images: all, or clean target images only", doc_ref=9)
+    student: Literal["train", "eval"] = switch("train", "mode of the learning network; 'eval': no dropout", doc_ref=10)
 
 
 @dataclass(frozen=True)
 class ExemplarConfig:
     """Switches of the exemplar memory and its replay."""
 
-    selection: Selection = switch("herding", "herding (published code) or nearest to the class centroid", row=26)
-    features: Literal["backbone", "embedding"] = switch("backbone", "what the choice goes by: F(x) or z", row=27)
-    labels: Literal["last", "final"] = switch("last", "labels stored: last refresh's, or the final model's", row=28)
+    selection: Selection = switch("herding", "herding (published code) or nearest to the class centroid", doc_ref=26)
+    features: Literal["backbone", "embedding"] = switch("backbone", "features that decide: F(x) or z", doc_ref=27)
+    labels: Literal["last", "final"] = switch("last", "labels stored: last refresh's, or the final model's", doc_ref=28)
     replay: Literal["union", "separate", "none"] = switch(
-        "union", "batches from target and memory together, a memory batch beside each, or no replay", row=29
+        "union", "batches from target and memory together, a memory batch beside each, or no replay", doc_ref=29
     )
 
 
@@ -84,18 +90,20 @@ class RaTPConfig:
     """All switches of RaTP. Defaults: the published code."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
-    refresh: int = switch(2, "epochs between label refreshes; 0: once a stage", row=25, minimum=0)
-    r_con: float = switch(0.8, "confidence from which a target image gets a RandMix copy", row=40, minimum=0, maximum=1)
-    strict: bool = switch(True, "confidence must exceed r_con; off: reach it", row=19)
-    augment: bool = switch(True, "RandMix copies at all; off: an ablation")
-    augment_replay: bool = switch(True, "memory images get RandMix copies too", row=19)
-    joint_batch: bool = switch(True, "clean images and copies pass in one batch, sharing BatchNorm", row=20)
+    refresh: int = switch(2, "epochs between label refreshes; 0: once a stage", doc_ref=25, minimum=0)
+    r_con: float = switch(
+        0.8, "confidence from which a target image gets a RandMix copy", doc_ref=40, minimum=0, maximum=1
+    )
+    strict: bool = switch(True, "confidence must exceed r_con; off: reach it", doc_ref=19)
+    augment: bool = switch(True, "make RandMix copies; off: an ablation")
+    augment_replay: bool = switch(True, "memory images get RandMix copies too", doc_ref=19)
+    joint_batch: bool = switch(True, "clean images and copies form one batch, sharing BatchNorm", doc_ref=20)
     randmix: RandMixConfig = switch(RandMixConfig(), "augmentation")
-    labelling: Labelling = switch("t2pl", "who labels targets: T2PL, or for ablations others; truth: told the labels")
+    labelling: Labelling = switch("t2pl", "labels of targets: T2PL, or for ablations others; truth: true labels")
     t2pl: T2PLConfig = switch(T2PLConfig(), "pseudo labels")
-    alignment: Alignment = switch("pca", "PCA, or for ablations prototype learning, SupCon or PCL in its place")
-    temperature: float = switch(0.07, "of SupCon", above=0)
-    pca: PCAConfig = switch(PCAConfig(), "alignment; weight and scale serve the losses in its place too")
+    alignment: Alignment = switch("pca", "PCA, or for ablations prototype learning, SupCon or PCL")
+    temperature: float = switch(0.07, "temperature of SupCon", above=0)
+    pca: PCAConfig = switch(PCAConfig(), "alignment; weight and scale also apply to the losses that replace it")
     distill: DistillConfig = switch(DistillConfig(), "distillation")
     memory: ExemplarConfig = switch(ExemplarConfig(), "exemplars")
 
@@ -125,7 +133,7 @@ PAPER: Mapping[str, Any] = {
 
 
 class RaTP(NetworkMethod):
-    """RandMix, T2PL, PCA, distillation and an exemplar memory."""
+    """Trains with RandMix, T2PL, PCA, distillation and an exemplar memory."""
 
     name = "ratp"
     title = "RaTP: RandMix, Top² pseudo labels, prototype contrastive alignment"
@@ -153,37 +161,38 @@ class RaTP(NetworkMethod):
         self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase with true labels and RandMix copies of all images."""
+        """Returns one phase with true labels and RandMix copies of all images."""
         return [RaTPPhase(self, domain.images, domain.labels)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """One phase with T2PL labels, memory and distillation."""
+        """Returns one phase with pseudo-labels, memory and distillation."""
         if self.uses_target_labels(self.config):
             raise RatpError(f"with labelling=truth, ratp needs the labels of {domain.name!r}.")
         return [RaTPPhase(self, domain.images, None)]
 
     @classmethod
     def uses_target_labels(cls, config: RaTPConfig) -> bool:
-        """Only where they stand in for pseudo labels."""
+        """Returns whether true labels replace pseudo-labels."""
         return config.labelling == "truth"
 
-    def told_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """As on any target, with the labels it is told, if it was to be told them."""
+    def labelled_target_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """Returns one phase as on any target, with its true labels; refuses unless ``labelling`` is truth."""
         if not self.uses_target_labels(self.config):
-            return super().told_phases(domain)
-        return [RaTPPhase(self, domain.images, None, told=domain.labels)]
+            return super().labelled_target_phases(domain)
+        return [RaTPPhase(self, domain.images, None, target_labels=domain.labels)]
 
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Three RandMix draws of the images."""
-        return three_draws(self.randmix, self.scaling, images, generator)
+        """Returns three RandMix copies of the images."""
+        inputs = self.scaling(images)
+        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
 
     def state(self) -> dict[str, Tensor]:
-        """Network, old network, memory and RandMix's fixed layers."""
+        """Returns network, old network, memory and the fixed layers of RandMix."""
         old = {} if self.old is None else {"old": self.old.state_dict()}
         return super().state() | pack({"randmix": self.randmix.state(), **old})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         super().load_state(state)
         parts = unpack(state)
         self.randmix.load_state(parts["randmix"])
@@ -193,75 +202,114 @@ class RaTP(NetworkMethod):
             self.old.load_state_dict(parts["old"])
 
 
-class RaTPPhase(Phase):
-    """The training of RaTP on one domain.
+class Inputs(NamedTuple):
+    """The input of one step: the images of a batch, followed by RandMix copies."""
 
-    How many images of a batch get a copy depends on the data. A step can take it in two ways, with the same result:
-    *compact*, where only these are copied; *static*, where all are, and the copies nobody asked for are left out of
-    BatchNorm and losses. The second costs more work, has the same shapes every time and can be captured.
+    images: Tensor  # shape (n, 3, height, width)
+    labels: Tensor  # shape (n,)
+    valid: Tensor | None = None  # which rows count, shape (n,); None: all
+    # which images of the batch have a copy; None: the step does not choose them by confidence
+    confident: Tensor | None = None
+
+
+class RaTPPhase(Phase):
+    """Trains RaTP on one domain.
+
+    How many images get a copy depends on the data. A *compact* step copies only the confident ones. A *static* step
+    copies all and masks the others out of BatchNorm and losses: more work for the same result, but its shapes never
+    change, so CUDA can capture it. A target has no ``labels``; ``target_labels`` replace its pseudo-labels.
     """
 
-    def __init__(self, method: RaTP, images: Tensor, labels: Tensor | None, told: Tensor | None = None) -> None:
-        """Prepares a stage.
+    saved = "_optimiser _labels _prototypes _has_prototype"
 
-        Args:
-            method: Whose network, old network and memory to train with.
-            images: All training images of the domain, uint8.
-            labels: True labels on the source; None on a target, where T2PL gives them.
-            told: The true labels of a target, in place of pseudo labels.
-        """
-        recipe, config = method.setting.recipe, method.config
+    def __init__(
+        self, method: RaTP, images: Tensor, labels: Tensor | None, target_labels: Tensor | None = None
+    ) -> None:
+        setting, recipe, config = method.setting, method.setting.recipe, method.config
         self.name: Literal["source", "target"] = "target" if labels is None else "source"
         self.epochs, self.steps = recipe.epochs, recipe.steps
-        self._method, self._config, self._recipe = method, config, recipe
+        self._method, self._config, self._recipe, self._device = method, config, recipe, setting.device
         self._network, self._old, self._memory = method.network, method.old, method.memory
         self._is_target = labels is None
         stage = self._memory.seen
-        setting = method.setting
-        self._device = setting.device
         replayed = self._memory if self._is_target and config.memory.replay == "union" else None
         given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         self._batches = Batches(setting, self.name, stage, images, given, replayed)
         self._images, self._labels = self._batches.images, self._batches.labels
-        self._told = None if told is None else told.to(setting.device)
-        self._prototypes = torch.zeros(len(setting.classes), recipe.network.dim, device=setting.device)
-        self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=setting.device)
+        self._target_labels = None if target_labels is None else target_labels.to(self._device)
+        self._prototypes = torch.zeros(len(setting.classes), recipe.network.dim, device=self._device)
+        self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=self._device)
         self._augmentation = setting.generator("randmix", stage)
         self._dropout = setting.generator("dropout", stage)
         self.generators = *self._batches.generators, self._augmentation, self._dropout
-        can_leave_out = not self._is_target or supports_row_masks(self._network)
-        self._static = self.captures = setting.device.type == "cuda" and can_leave_out
+        can_mask = not self._is_target or supports_row_masks(self._network)
+        self._static = self.captures = self._device.type == "cuda" and can_mask
         self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd, recipe.steps)
         self._shared = SharedTraining(None if self._is_target else setting.models, self._describe(), self._network)
         if self._shared.is_done:
             self.epochs = 0
 
     def _describe(self) -> dict[str, Any]:
-        """What the network trained on the source depends on, beside recipe, seed and source."""
+        """Lists what the network trained on the source depends on, besides recipe, seed and source."""
         switches = {n: value for n, value in as_dict(self._config).items() if n.split(".")[0] not in TARGETS_ONLY}
         return {"kind": type(self).__qualname__, "images": len(self._images), "switches": switches}
 
+    def begin(self) -> None:
+        """Binds dropout to its generator."""
+        self._network.use_generator(self._dropout)
+
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Sets the learning rate; refreshes the pseudo labels when they are due."""
-        if epoch == 0:
-            self._network.use_generator(self._dropout)
-        lr = self._optimiser.begin_epoch(epoch)
-        refresh = self._config.refresh
-        due = epoch % refresh == 0 if refresh else epoch == 0
-        record = {"lr": lr} | (self._label(first=epoch == 0) if self._is_target and due else {})
-        if due and self._config.alignment == "pl":
-            self._average()
+        """Sets the learning rate; updates pseudo-labels and averaged prototypes when they are due."""
+        config = self._config
+        record = {"lr": self._optimiser.begin_epoch(epoch)}
+        due = epoch == 0 or (config.refresh > 0 and epoch % config.refresh == 0)
+        if due and self._is_target:
+            record |= self._update_labels(first=epoch == 0)
+        if due and config.alignment == "pl":
+            self._update_prototypes()
         return record
 
-    def _label(self, *, first: bool) -> dict[str, float]:
-        embedding, probabilities = look(self._network, self._method.setting, self._images)
-        return relabel(self._labels, self._assign(embedding, probabilities), probabilities, first=first)
+    def step(self) -> dict[str, Tensor]:
+        """Updates the network once, on a batch and its RandMix copies."""
+        config = self._config
+        batch = self._batches.draw(self._recipe.batch)
+        inputs = self._augment(batch)
+        old, output = at_once(
+            self._device, lambda: self._old_output(batch, inputs), lambda: self._forward(inputs.images, inputs.valid)
+        )
+        terms = {"ce": cross_entropy(output.logits, inputs.labels, inputs.valid)}
+        if config.pca.weight:
+            terms["pca"] = config.pca.weight * mean_over(self._alignment(output.embedding, inputs), inputs.valid)
+        if old is not None:
+            terms["distill"] = config.distill.weight * self._distillation(batch, inputs, output, old)
+        if self._is_target and config.memory.replay == "separate" and len(self._memory):
+            terms["replay"] = self._replay()
+        total = torch.stack(list(terms.values())).sum()
+        self._optimiser.minimise(total)
+        confident = {} if inputs.confident is None else {"confident": inputs.confident.float().mean()}
+        return {"total": total, **terms, **confident}
 
-    def _assign(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
-        """The labels of all images."""
-        if self._told is not None:
-            return self._told
+    def finish(self) -> dict[str, float]:
+        """Chooses exemplars and makes the trained model the old one."""
+        config = self._config.memory
+        record = self._shared.finish()
+        if self._is_target and config.labels == "final":
+            record |= {f"final_{name}": value for name, value in self._update_labels(first=False).items()}
+        setting, images, labels = self._method.setting, self._images, self._labels
+        record |= remember(setting, self._memory, self._network, images, labels, config.selection, config.features)
+        self._method.old = self._network.frozen_copy()
+        return record
+
+    # Pseudo-labels: T2PL, or what replaces it.
+
+    def _update_labels(self, *, first: bool) -> dict[str, float]:
+        embedding, probabilities = embed_all(self._network, self._method.setting, self._images)
+        return update_labels_(self._labels, self._pseudo_labels(embedding, probabilities), probabilities, first=first)
+
+    def _pseudo_labels(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
         kind = self._config.labelling
+        if self._target_labels is not None:
+            return self._target_labels
         if kind == "softmax":
             return probabilities.argmax(dim=1)
         if kind == "shot":
@@ -270,41 +318,67 @@ class RaTPPhase(Phase):
             return bmd_labels(embedding, probabilities).labels
         return t2pl(embedding, probabilities, self._config.t2pl).labels
 
-    def _average(self) -> None:
-        """Takes the prototypes of prototype learning anew, in their place: a captured step reads them there."""
-        memory = self._memory
-        images, labels, domains = self._images, self._labels, torch.full_like(self._labels, memory.seen)
-        if len(memory):
-            images, labels = torch.cat([images, memory.images]), torch.cat([labels, memory.labels])
-            domains = torch.cat([domains, memory.domains])
-        embedding, _ = look(self._network, self._method.setting, images)
-        means, there = domain_average(embedding, labels, domains, len(self._prototypes))
-        self._prototypes.copy_(means)
-        self._has_prototype.copy_(there)
+    # RandMix.
 
-    def step(self) -> dict[str, Tensor]:
-        """One update on a batch and the RandMix copies of its confident images."""
+    def _augment(self, batch: Batch) -> Inputs:
+        """Adds copies to a batch: of all images on the source, of the confident ones on a target."""
+        clean, labels = batch.images, batch.labels
+        if not self._config.augment:
+            return Inputs(clean, labels)
+        if not self._is_target:
+            return Inputs(torch.cat([clean, self._copy(clean)]), torch.cat([labels, labels]))
+        if not self._static:
+            chosen = self._confident(batch)
+            images = torch.cat([clean, self._copy(clean, chosen)])
+            return Inputs(images, torch.cat([labels, labels[chosen]]), confident=chosen)
+        chosen, copies = at_once(self._device, lambda: self._confident(batch), lambda: self._copy(clean))
+        # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
+        copies = torch.where(chosen[:, None, None, None], copies, clean)
+        valid = torch.cat([torch.ones_like(chosen), chosen])
+        return Inputs(torch.cat([clean, copies]), torch.cat([labels, labels]), valid, chosen)
+
+    def _copy(self, images: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self._method.randmix(images, self._augmentation, rows)
+
+    def _confident(self, batch: Batch) -> Tensor:
+        """Chooses the images of a target batch that get a copy."""
         config = self._config
-        clean, labels, replayed, _ = self._batches.draw(self._recipe.batch)
-        images, labels, selected, valid = self._augment(clean, labels, replayed)
-        teacher, output = at_once(
-            self._device, lambda: self._teach(images, replayed, valid), lambda: self._forward(images, valid)
-        )
+        self._network.eval()
+        with torch.no_grad():
+            confidence = self._network(batch.images).logits.softmax(dim=1).amax(dim=1)
+        chosen = confidence > config.r_con if config.strict else confidence >= config.r_con
+        if not config.augment_replay:
+            chosen = chosen & ~batch.replayed
+        if not config.joint_batch:
+            chosen = chosen & (chosen.sum() >= 2)  # BatchNorm needs two images
+        return chosen
 
-        terms = {"ce": cross_entropy(output.logits, labels, valid)}
-        if config.pca.weight:
-            terms["pca"] = config.pca.weight * mean_over(self._align(output.embedding, labels, valid), valid)
-        if teacher is not None:
-            terms["distill"] = config.distill.weight * self._distil(images, output, teacher, replayed, valid)
-        if self._is_target and config.memory.replay == "separate" and len(self._memory):
-            terms["replay"] = self._replay()
-        total = torch.stack(list(terms.values())).sum()
-        self._optimiser.minimise(total)
-        return {"total": total, **terms} | ({} if selected is None else {"confident": selected.float().mean()})
+    # Forward passes.
 
-    def _align(self, embedding: Tensor, labels: Tensor, valid: Tensor | None) -> Tensor:
-        """The alignment loss of every sample."""
-        config, prototypes = self._config, self._network.prototypes
+    def _forward(self, images: Tensor, valid: Tensor | None) -> Output:
+        """Passes the batch and its copies, together or one after the other; BatchNorm mixes what passes together."""
+        network, count = self._network.train(), self._recipe.batch
+        if self._config.joint_batch or len(images) == count:
+            with only_rows(network, valid):
+                return network(images)
+        clean = network(images[:count])
+        with only_rows(network, None if valid is None else valid[count:]):
+            copies = network(images[count:])
+        return Output(*(torch.cat(pair) for pair in zip(clean, copies, strict=True)))
+
+    def _old_output(self, batch: Batch, inputs: Inputs) -> Output | None:
+        """Passes the images to distil from through the old model; None: nothing is distilled."""
+        if self._old is None or not self._config.distill.weight:
+            return None
+        pick, _ = self._distilled_rows(batch, inputs)
+        with torch.no_grad():
+            return self._old(pick(inputs.images))
+
+    # Losses.
+
+    def _alignment(self, embedding: Tensor, inputs: Inputs) -> Tensor:
+        """Computes PCA, or the loss that replaces it, for every row."""
+        config, prototypes, labels, valid = self._config, self._network.prototypes, inputs.labels, inputs.valid
         if config.alignment == "pl":
             return prototype_learning(embedding, labels, self._prototypes, self._has_prototype, config.pca.scale)
         if config.alignment == "scl":
@@ -314,103 +388,39 @@ class RaTPPhase(Phase):
         old = None if self._old is None else self._old.prototypes
         return prototype_contrastive(embedding, labels, prototypes, old, config.pca, valid)
 
-    def _select(self, images: Tensor, replayed: Tensor) -> Tensor:
-        """Which images of a target get a RandMix copy: the confident ones."""
-        self._network.eval()
-        with torch.no_grad():
-            confidence = self._network(images).logits.softmax(dim=1).amax(dim=1)
-        selected = confidence > self._config.r_con if self._config.strict else confidence >= self._config.r_con
-        if not self._config.augment_replay:
-            selected = selected & ~replayed
-        if not self._config.joint_batch:
-            selected = selected & (selected.sum() >= 2)  # BatchNorm needs two images
-        return selected
+    def _update_prototypes(self) -> None:
+        """Averages the prototypes of prototype learning, in place: a captured step reads them there."""
+        memory = self._memory
+        images, labels, domains = self._images, self._labels, torch.full_like(self._labels, memory.seen)
+        if len(memory):
+            images, labels = torch.cat([images, memory.images]), torch.cat([labels, memory.labels])
+            domains = torch.cat([domains, memory.domains])
+        embedding, _ = embed_all(self._network, self._method.setting, images)
+        means, exists = domain_average(embedding, labels, domains, len(self._prototypes))
+        self._prototypes.copy_(means)
+        self._has_prototype.copy_(exists)
 
-    def _augment(
-        self, clean: Tensor, labels: Tensor, replayed: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Images and their copies, the labels of all, which got a copy, and which of them count; None: all of them."""
-        if not self._config.augment:
-            return clean, labels, None, None
-
-        def copy(rows: Tensor | None = None) -> Tensor:
-            return self._method.randmix(clean, self._augmentation, rows)
-
-        if not self._is_target:
-            return torch.cat([clean, copy()]), torch.cat([labels, labels]), None, None
-        valid, more_labels = None, labels
-        if self._static:
-            selected, copies = at_once(self._device, lambda: self._select(clean, replayed), copy)
-            # What does not count is at least an image: no number of it can spoil the others.
-            copies = torch.where(selected[:, None, None, None], copies, clean)
-            valid = torch.cat([torch.ones_like(selected), selected])
-        else:
-            selected = self._select(clean, replayed)
-            copies, more_labels = copy(selected), labels[selected]
-        return torch.cat([clean, copies]), torch.cat([labels, more_labels]), selected, valid
-
-    def _forward(self, images: Tensor, valid: Tensor | None) -> Output:
-        self._network.train()
-        count = self._recipe.batch
-        if self._config.joint_batch or len(images) == count:
-            return self._pass(images, valid)
-        parts = self._network(images[:count]), self._pass(images[count:], None if valid is None else valid[count:])
-        return Output(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
-
-    def _pass(self, images: Tensor, valid: Tensor | None) -> Output:
-        with only_rows(self._network, valid):
-            return self._network(images)
-
-    def _teach(self, images: Tensor, replayed: Tensor, valid: Tensor | None) -> Output | None:
-        """What the model before the stage makes of the images that are distilled; None: nothing is."""
-        if self._old is None or not self._config.distill.weight:
-            return None
-        with torch.no_grad():
-            (distilled,), _ = self._distilled(replayed, valid, images)
-            return self._old(distilled)
-
-    def _distil(
-        self, images: Tensor, output: Output, teacher: Output, replayed: Tensor, valid: Tensor | None
-    ) -> Tensor:
+    def _distillation(self, batch: Batch, inputs: Inputs, output: Output, old: Output) -> Tensor:
         config = self._config.distill
-        (images, *given), rows = self._distilled(replayed, valid, images, *output)
-        student = Output(*given)
+        pick, valid = self._distilled_rows(batch, inputs)
         if config.student == "eval":
-            self._network.eval()
-            student = self._network(images)
+            output = self._network.eval()(pick(inputs.images))
             self._network.train()
+        else:
+            output = Output(*map(pick, output))
         if config.on == "embedding":
-            return distillation(student.embedding, teacher.embedding, rows)
-        return distillation(student.logits, teacher.logits, rows)
+            return distillation(output.embedding, old.embedding, valid)
+        return distillation(output.logits, old.logits, valid)
 
-    def _distilled(
-        self, replayed: Tensor, valid: Tensor | None, *tensors: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """The rows of some tensors that distillation acts on, and which of these count; None: all of them."""
-        chosen, rows = list(tensors), valid
-        if self._config.distill.data == "target":
-            chosen, rows = [tensor[: len(replayed)] for tensor in chosen], ~replayed
-        if rows is not None and not self._static:
-            chosen, rows = [tensor[rows] for tensor in chosen], None
-        return chosen, rows
+    def _distilled_rows(self, batch: Batch, inputs: Inputs) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """Returns a function that picks the rows to distil, and which of those count; None: all."""
+        if self._config.distill.data == "all":
+            return lambda tensor: tensor, inputs.valid
+        count, fresh = len(batch.images), ~batch.replayed
+        if self._static:
+            return lambda tensor: tensor[:count], fresh
+        return lambda tensor: tensor[:count][fresh], None
 
     def _replay(self) -> Tensor:
         batch = self._batches.draw_memory(self._memory, self._recipe.batch)
         return F.cross_entropy(self._network(batch.images).logits, batch.labels)
-
-    def finish(self) -> dict[str, float]:
-        """Chooses exemplars and makes the trained model the old one."""
-        record = self._shared.finish()
-        if self._is_target and self._config.memory.labels == "final":
-            record |= {f"final_{name}": value for name, value in self._label(first=False).items()}
-        record |= remember(
-            self._method.setting,
-            self._memory,
-            self._network,
-            self._images,
-            self._labels,
-            self._config.memory.selection,
-            self._config.memory.features,
-        )
-        self._method.old = self._network.frozen_copy()
-        return record

@@ -1,24 +1,24 @@
 """SHOT++ — "Source Data-absent Unsupervised Domain Adaptation through Hypothesis Transfer and Labeling Transfer", 2021.
 
-SHOT+, and then MixMatch from the images it is sure about to the others ("labelling transfer").
+SHOT+, followed by MixMatch from confident images to the others ("labeling transfer").
 
-* Source stage and the first phases of a target: SHOT+ (``methods/shot_plus.py``).
-* Last phase of a target, as many steps again: the images of least entropy of every predicted class count as labelled,
-  as many as have less than the mean (:func:`ratp.parts.mixmatch.confident_split`). A step takes a labelled batch and
-  two views of an unlabelled one, guesses the labels of the latter, mixes all three and learns
+* Source stage and first phases of a target: SHOT+ (``methods/shot_plus.py``).
+* Last phase of a target, equally many steps: the images of lowest entropy in every predicted class count as labelled,
+  in the share of images whose entropy is below the mean (:func:`confident_split`). A step takes a labelled batch and
+  two views of an unlabelled one, guesses the labels of the latter, mixes all three (MixMatch, NeurIPS 2019) and learns
   CE + w·(mean squared error), with w growing from 0 to 100.
-* After a stage: exemplars go to the memory, with what the trained model predicts for them.
+* After a stage: exemplars enter the memory with the trained model's predictions.
 
-Departures from the original:
+Deviations from the original:
 
 * Those of SHOT and SHOT+.
-* The classifier stays as it is, so that the model of all stages is one. The original makes a new one and trains it:
+* The classifier stays frozen, so that one model serves all stages. The original trains a new one:
   ``mixmatch.new_classifier``.
-* Images are drawn with replacement, so that a part may be smaller than a batch. If one of the parts is empty, as when
-  all images are equally certain, there is nothing to transfer and the steps of this phase do nothing.
-* Guesses are made in training mode. Where the recipe changes no images, as for digits, only dropout tells the two
-  views apart.
-* Exemplars of earlier domains count as labelled (``replay`` union), or have a batch of their own beside each.
+* Images are drawn with replacement, so a part may be smaller than a batch. If one part is empty, as when all images are
+  equally certain, there is nothing to transfer and the steps of this phase do nothing.
+* Guesses are made in training mode. Where the recipe changes no images, as for digits, the two views differ by dropout
+  only.
+* Exemplars of earlier domains count as labelled (``replay`` union) or form their own batch beside each.
 """
 
 from __future__ import annotations
@@ -33,42 +33,89 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.domain import UnlabelledDomain
-from ratp.drawn import drew
-from ratp.parts.information import entropy
-from ratp.parts.mixmatch import confident_split, draw_ratio, interleave, mix, sharpen, soft_cross_entropy, squared_error
-from ratp.parts.sgd import StageSGD
-from ratp.phase import Phase
-from ratp.source_free import (
-    RotationPhase,
-    RotationTask,
-    SHOTPhase,
-    SourceFreeConfig,
-    SourceFreeMethod,
-    Views,
-    extractor_groups,
-)
-from ratp.training import look
+from ratp.data.domain import UnlabelledDomain
+from ratp.functional.losses import entropy
+from ratp.functional.numerics import beta_numbers, ranks_within
+from ratp.functional.optim import StageSGD
+from ratp.methods.shared.source_free import RotationConfig, SourceFreeMethod, Views, extractor_groups, rotation_phases
+from ratp.training.finite import log_draw
+from ratp.training.phase import Phase
+from ratp.training.phases import embed_all
+
+
+def confident_split(entropies: Tensor, predictions: Tensor, classes: int) -> Tensor:
+    """Selects the samples that count as labelled, from entropies (n,) and predictions (n,), as a mask (n,).
+
+    If a share s of all samples has an entropy below the mean, each predicted class gives its ⌊s·n⌋ samples of lowest
+    entropy; a small class may give none.
+    """
+    entropies = entropies.double()
+    below = (entropies < entropies.mean()).sum()
+    sizes = predictions.bincount(minlength=classes)
+    quotas = below * sizes // max(len(entropies), 1)  # ⌊PS·n_c⌋ in whole numbers
+    return ranks_within(predictions, entropies.argsort(stable=True)) < quotas[predictions]
+
+
+def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
+    """Computes p^(1/T) over its sum, row by row."""
+    powers = (probabilities / probabilities.amax(dim=-1, keepdim=True)).pow(1 / temperature)
+    return powers / powers.sum(dim=-1, keepdim=True)
+
+
+def draw_ratio(alpha: float, generator: torch.Generator) -> Tensor:
+    """Draws λ ~ Beta(α, α) and returns max(λ, 1 − λ)."""
+    ratio = beta_numbers(alpha, alpha, 1, generator, generator.device)[0]
+    return torch.maximum(ratio, 1 - ratio)
+
+
+def mix(values: Tensor, ratio: Tensor, order: Tensor) -> Tensor:
+    """Computes λ·v + (1 − λ)·v[order]."""
+    return ratio * values + (1 - ratio) * values[order]
+
+
+def interleave(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Exchanges rows among batches of one size, so that each has some of all; a second call undoes it.
+
+    Row block i of the first batch changes places with row block i of batch i.
+    """
+    first = parts[0].clone()
+    mixed = [first]
+    bounds = [len(first) * i // len(parts) for i in range(len(parts) + 1)]
+    for i, part in enumerate(parts[1:], start=1):
+        block = slice(bounds[i], bounds[i + 1])
+        other = part.clone()
+        other[block] = parts[0][block]
+        first[block] = part[block]
+        mixed.append(other)
+    return mixed
+
+
+def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Computes −Σ target·log softmax, averaged over rows; targets are probabilities."""
+    return -(targets * logits.log_softmax(dim=1)).sum(dim=1).mean()
+
+
+def squared_error(logits: Tensor, targets: Tensor) -> Tensor:
+    """Computes the mean squared error of probabilities."""
+    return (logits.softmax(dim=1) - targets).square().mean()
 
 
 @dataclass(frozen=True)
 class MixMatchConfig:
     """Switches of the labelling transfer."""
 
-    alpha: float = switch(0.1, "α of Beta(α, α), which mixing ratios are drawn from", above=0, below=5)
-    temperature: float = switch(0.5, "T, which sharpens guessed labels; 1: as they are", above=0)
-    consistency: float = switch(100.0, "weight of the squared error at the end of the phase", minimum=0)
+    alpha: float = switch(0.1, "α of the mixing ratios' distribution Beta(α, α)", above=0, below=5)
+    temperature: float = switch(0.5, "T, temperature that sharpens guessed labels; 1: unchanged", above=0)
+    consistency: float = switch(100.0, "weight w of the squared error at the end of the phase", minimum=0)
     batch: int = switch(36, "images in each of the three batches", minimum=3)
     backbone_rate: float = switch(0.1, "factor on the rate of the feature extractor", minimum=0)
-    new_classifier: bool = switch(False, "begin with a new classifier and train it (published code)")
+    new_classifier: bool = switch(False, "start with a new classifier and train it (published code)")
 
 
 @dataclass(frozen=True)
-class SHOTPlusPlusConfig(SourceFreeConfig):
-    """Switches of SHOT++. Defaults: the published ones for digits, but for the optimiser."""
+class SHOTPlusPlusConfig(RotationConfig):
+    """Switches of SHOT++. Defaults: the published ones for digits, except for the optimiser."""
 
-    beta: float = switch(0.1, "β, weight of the cross-entropy with pseudo labels", minimum=0)
-    gamma: float = switch(0.2, "γ, weight of the rotation task; 0: none", minimum=0)
     mixmatch: MixMatchConfig = switch(MixMatchConfig(), "labelling transfer")
 
 
@@ -88,33 +135,18 @@ class SHOTPlusPlus(SourceFreeMethod):
     config: SHOTPlusPlusConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """The phases of SHOT+, then MixMatch."""
-        config, images = self.config, domain.images.to(self.setting.device)
-        phases: list[Phase] = []
-        task = None
-        if config.gamma:
-            task = RotationTask(self.setting, self.stage, config.gamma)
-            phases.append(RotationPhase(self, images, task))
-        phases.append(SHOTPhase(self, images, config.beta, rotation=task, finish=_not_yet))
-        return [*phases, MixMatchPhase(self, images)]
-
-
-def _not_yet(images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Exemplars wait for the last phase of the stage."""
-    del images, labels
-    return {}
+        """Returns the phases of SHOT+, then MixMatch."""
+        images = domain.images.to(self.setting.device)
+        # Exemplars wait for the last phase of the stage.
+        return [*rotation_phases(self, images, self.config, finish=lambda *_: {}), MixMatchPhase(self, images)]
 
 
 class MixMatchPhase(Phase):
-    """Labels go over from the images a model is sure about to the others.
-
-    Args:
-        method: Whose network and memory.
-        images: All training images of the domain, uint8.
-    """
+    """Transfers labels from the images the model is sure about to the others."""
 
     name = "mixmatch"
     captures = True
+    saved = "_optimiser _progress _sure _unsure _labels"
 
     def __init__(self, method: SHOTPlusPlus, images: Tensor) -> None:
         setting, recipe, stage = method.setting, method.setting.recipe, method.stage
@@ -130,20 +162,23 @@ class MixMatchPhase(Phase):
         if config.new_classifier:
             groups.append((self._network.classifier.parameters(), 1.0))
         self._optimiser = StageSGD(groups, recipe.lr, recipe.epochs, method.config.sgd, recipe.steps)
-        # i / I, on the device: how much of the phase is done
+        # i / I, the share of the phase that is done, on the device
         self._progress = torch.zeros((), device=setting.device)
         self._zero = torch.zeros((), device=setting.device)
         self._sure = self._unsure = torch.zeros(0, dtype=torch.int64, device=setting.device)
         self._labels = self._sure
 
+    def begin(self) -> None:
+        """Binds dropout to its generator."""
+        self._network.use_generator(self._dropout)
+
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; splits the domain before the first epoch."""
         lr = {"lr": self._optimiser.begin_epoch(epoch)}
-        return lr | self._begin() if epoch == 0 else lr
+        return lr | self._split() if epoch == 0 else lr
 
-    def _begin(self) -> dict[str, float]:
-        self._network.use_generator(self._dropout)
-        _, probabilities = look(self._network, self._method.setting, self._images)
+    def _split(self) -> dict[str, float]:
+        _, probabilities = embed_all(self._network, self._method.setting, self._images)
         classes = probabilities.shape[1]
         predictions = probabilities.argmax(dim=1)
         sure = confident_split(entropy(probabilities), predictions, classes)
@@ -151,30 +186,30 @@ class MixMatchPhase(Phase):
         self._labels = predictions[self._sure]
         if self._config.new_classifier and self._possible:
             with self._method.setting.randomness.scope("mixmatch classifier", self._stage), torch.no_grad():
-                new = torch.empty(self._network.prototypes.shape)  # drawn on the host, and so alike on all devices
-                bound = 1 / math.sqrt(classes)  # as the network's own
+                new = torch.empty(self._network.prototypes.shape)  # drawn on the host: the same on all devices
+                bound = 1 / math.sqrt(classes)  # as in the network
                 self._network.classifier.weight.copy_(new.uniform_(-bound, bound))
         return {"labelled": sure.float().mean().item()}
 
     @property
     def _stored(self) -> int:
-        """Exemplars that count as labelled."""
+        """Returns the number of exemplars that count as labelled."""
         return len(self._memory) if self._replay == "union" else 0
 
     @property
     def _possible(self) -> bool:
-        """Whether there is anything to transfer, and anything to transfer it to."""
+        """Returns whether both parts have images."""
         return bool(len(self._unsure)) and bool(len(self._sure))
 
     def step(self) -> dict[str, Tensor]:
-        """One update on three mixed batches."""
+        """Updates the network once on three mixed batches."""
         beside = self._replay == "separate" and len(self._memory) > 1
-        if not self._possible:  # settled before the first step, for all of them
+        if not self._possible:  # known before the first step
             return dict.fromkeys(("total", "ce", "consistency", *(("replay",) if beside else ())), self._zero)
         config, network = self._config, self._network.train()
         labelled, targets = self._draw_labelled(config.batch)
         place = self._views.places(len(self._unsure), config.batch)
-        drew(place, among=self._unsure)
+        log_draw(place, among=self._unsure)
         chosen = self._images[self._unsure[place]]
         views = [self._views.change(chosen), self._views.change(chosen)]
         with torch.no_grad():
@@ -185,7 +220,7 @@ class MixMatchPhase(Phase):
         inputs = mix(torch.cat([labelled, *views]), ratio, order)
         targets = mix(torch.cat([targets, guesses, guesses]), ratio, order)
 
-        # BatchNorm sees some of all three in each pass.
+        # In each pass, BatchNorm sees rows of all three batches.
         passes = [network(part).logits for part in interleave(inputs.chunk(3))]
         logits = torch.cat(interleave(passes))
         count = config.batch
@@ -195,17 +230,20 @@ class MixMatchPhase(Phase):
             "consistency": weight * squared_error(logits[count:], targets[count:]),
         }
         if beside:
-            terms["replay"] = self._replay_loss()
+            place = self._views.places(len(self._memory), min(self._method.setting.recipe.batch, len(self._memory)))
+            log_draw(place, 0)
+            replayed = network(self._views.change(self._memory.images[place])).logits
+            terms["replay"] = F.cross_entropy(replayed, self._memory.labels[place])
         total = torch.stack(list(terms.values())).sum()
         self._optimiser.minimise(total)
         self._progress += 1 / (self.epochs * self.steps)
         return {"total": total, **terms}
 
     def _draw_labelled(self, count: int) -> tuple[Tensor, Tensor]:
-        """Images the model was sure about, and exemplars, with their labels."""
+        """Draws images the model was sure about, and exemplars, with their labels."""
         own = len(self._sure)
         place = self._views.places(own + self._stored, count)
-        drew(place, own, self._sure)
+        log_draw(place, own, self._sure)
         index = place.clamp(max=own - 1)
         images, labels = self._images[self._sure[index]], self._labels[index]
         if self._stored:
@@ -213,16 +251,9 @@ class MixMatchPhase(Phase):
             images = torch.where(replayed[:, None, None, None], self._memory.images[kept], images)
             labels = torch.where(replayed, self._memory.labels[kept], labels)
         classes = torch.arange(self._network.classes, device=labels.device)
-        return self._views.change(images), (labels[:, None] == classes).float()  # one_hot would look at the labels
-
-    def _replay_loss(self) -> Tensor:
-        count = min(self._method.setting.recipe.batch, len(self._memory))
-        place = self._views.places(len(self._memory), count)
-        drew(place, 0)
-        logits = self._network(self._views.change(self._memory.images[place])).logits
-        return F.cross_entropy(logits, self._memory.labels[place])
+        return self._views.change(images), (labels[:, None] == classes).float()  # one_hot would read the labels back
 
     def finish(self) -> dict[str, float]:
-        """Chooses exemplars, by what the model predicts now."""
-        _, probabilities = look(self._network, self._method.setting, self._images)
+        """Chooses exemplars by the model's predictions."""
+        _, probabilities = embed_all(self._network, self._method.setting, self._images)
         return self._method.remember(self._images, probabilities.argmax(dim=1))

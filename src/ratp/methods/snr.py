@@ -1,41 +1,121 @@
 """SNR — "Style Normalization and Restitution for Domain Generalization and Adaptation", IEEE T. Multimedia 2021.
 
-Modules after blocks of the feature extractor take the style out of feature maps and put back what of it helps to tell
-classes (:mod:`ratp.parts.snr`). As in RaTP's comparison the network is trained the way SHOT (ICML 2020) trains it.
+Modules after blocks of the feature extractor remove the style from feature maps M and put back what of it helps to
+recognise classes (section III). Instance normalisation removes the style, and a gate a decides what returns:
+
+    I = InstanceNorm(M),  R = M − I,  a = σ(W₂ ReLU(W₁ GAP(R))),  M⁺ = I + a⊙R,  M⁻ = I + (1 − a)⊙R
+
+M⁺ goes on to the next block. The dual restitution loss, with H the mean entropy that a linear head predicts from the
+pooled maps, makes predictions more certain with what returns and less certain with what does not:
+
+    softplus(H(M⁺) − H(I)) + softplus(H(I) − H(M⁻))
+
+As in RaTP's comparison, the network is trained the way SHOT (ICML 2020) trains it:
 
 * Source stage: cross-entropy with smoothed labels.
-* Target stage: the classifier is frozen; β·cross-entropy by SHOT's pseudo labels, anew every epoch, and information
-  maximisation; batches mix target and memory.
+* Target stage: the classifier is frozen. Loss: β·cross-entropy with SHOT's pseudo-labels, updated every epoch, and
+  information maximisation; batches mix target and memory.
 
-Departures: the dual restitution loss is off, because RaTP's comparison speaks of the modules and SHOT only; set
-``dual_weight`` to 0.01 for the original's. It has the optimiser of SHOT here and trained BatchNorm,
-not the original's rate of 0.001 and frozen statistics. The new modules start from random numbers and learn as fast as
-the bottleneck, whatever the rate of the pretrained layers. DTN, unknown to the paper, has them after all its blocks.
-Labels are those of SHOT's version for objects, on digits too: the version for digits gives all images one class once a
-class goes unpredicted.
+Deviations: the dual restitution loss is off, because RaTP's comparison mentions the modules and SHOT only
+(``dual_weight``; the original has 0.01). Optimiser and trained BatchNorm are those of SHOT here, not the original's
+rate of 0.001 and frozen statistics. The new modules start at random and learn as fast as the bottleneck, whatever the
+rate of the pretrained layers. DTN, unknown to the paper, has them after all its blocks. Labels come from SHOT's version
+for objects on digits too: the version for digits gives all images one class once a class is predicted for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.insertion import insert_after
-from ratp.method import Setting, pack, unpack
-from ratp.parts.information import information_maximisation
-from ratp.parts.sgd import Group, SGDConfig, StageSGD
-from ratp.parts.snr import Restitution, StyleRestitution, dual_restitution, restitutions
-from ratp.phase import Phase
-from ratp.pseudo_labels import PseudoLabelPhase
-from ratp.training import NetworkMethod
+from ratp.functional.losses import information_maximisation, logit_entropy
+from ratp.functional.optim import Group, SGDConfig, StageSGD
+from ratp.methods.shared.insertion import insert_after
+from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
+from ratp.training.method import Setting
+from ratp.training.phase import Phase
+
+EPSILON = 1e-5
+REDUCTION = 16
+
+
+class Restitution(NamedTuple):
+    """The results of SNR for feature maps, or the same pooled over space."""
+
+    normalised: Tensor  # I, without style
+    plus: Tensor  # M⁺, with the useful part of the style
+    minus: Tensor  # M⁻, with the other part
+
+
+class StyleRestitution(nn.Module):
+    """Style normalisation and restitution of feature maps.
+
+    ``weight`` and ``bias`` (channels,) belong to the instance normalisation; ``squeeze`` and ``excite`` are W₁ and W₂.
+    """
+
+    _kept: list[Restitution] | None = None
+
+    def __init__(self, channels: int) -> None:
+        """Initialises the gate at random, from torch's generator."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        hidden = max(1, channels // REDUCTION)
+        self.squeeze, self.excite = nn.Linear(channels, hidden), nn.Linear(hidden, channels)
+        for layer in (self.squeeze, self.excite):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Computes M⁺ of feature maps (n, channels, height, width)."""
+        if self._kept is None:
+            normalised, removed, gate = self._split(maps)
+            return normalised + gate * removed
+        result = self.restitute(maps)
+        self._kept.append(Restitution(*(part.mean(dim=(2, 3)) for part in result)))
+        return result.plus
+
+    def restitute(self, maps: Tensor) -> Restitution:
+        """Computes all three results."""
+        normalised, removed, gate = self._split(maps)
+        returned = gate * removed
+        return Restitution(normalised, normalised + returned, normalised + (removed - returned))
+
+    def _split(self, maps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes I, R and a."""
+        wide = maps.to(torch.promote_types(maps.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, dim=(2, 3), correction=0, keepdim=True)
+        scale = self.weight[:, None, None] * (variance + EPSILON).rsqrt()
+        normalised = ((wide - mean) * scale + self.bias[:, None, None]).to(maps.dtype)
+        removed = maps - normalised
+        gate = self.excite(self.squeeze(removed.mean(dim=(2, 3))).relu()).sigmoid()
+        return normalised, removed, gate[:, :, None, None].to(maps.dtype)
+
+
+@contextmanager
+def restitutions(module: nn.Module, kept: list[Restitution]) -> Iterator[None]:
+    """Within the block, the SNR modules of ``module`` append their results, pooled over space, to ``kept``."""
+    layers = [layer for layer in module.modules() if isinstance(layer, StyleRestitution)]
+    for layer in layers:
+        layer._kept = kept
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._kept = None
+
+
+def dual_restitution(logits: Restitution) -> Tensor:
+    """Computes the dual restitution loss from a head's logits (n, classes) of the three pooled results."""
+    normalised, plus, minus = (logit_entropy(part.float()).mean() for part in logits)
+    return F.softplus(plus - normalised) + F.softplus(normalised - minus)
 
 
 @dataclass(frozen=True)
@@ -43,25 +123,23 @@ class SNRConfig:
     """Switches of SNR. Defaults: those SHOT has here for DTN."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
-    backbone_rate: float = switch(
-        1.0, "factor on the rate of the feature extractor, but for SNR's own modules", minimum=0
-    )
-    blocks: tuple[int, ...] = switch((1, 2, 3), "blocks of the feature extractor it acts after, from 1", minimum=1)
+    backbone_rate: float = switch(1.0, "factor on the feature extractor's rate, except SNR's modules", minimum=0)
+    blocks: tuple[int, ...] = switch((1, 2, 3), "blocks of the feature extractor that it follows, from 1", minimum=1)
     smoothing: float = switch(0.1, "ε of label smoothing on the source", minimum=0, below=1)
-    beta: float = switch(0.1, "β, weight of the cross-entropy with pseudo labels", minimum=0)
+    beta: float = switch(0.1, "β, weight of the cross-entropy with pseudo-labels", minimum=0)
     dual_weight: float = switch(0.0, "weight of the dual restitution loss; the original has 0.01", minimum=0)
-    refresh: int = switch(1, "epochs between labellings of a target", minimum=1)
+    refresh: int = switch(1, "epochs between updates of pseudo-labels", minimum=1)
     replay: Literal["union", "none"] = switch("union", "batches from target and memory together, or no replay")
 
 
-class SNR(NetworkMethod):
-    """Feature maps with normalised style, trained as SHOT."""
+class SNR(PseudoLabelMethod):
+    """Normalises the style of feature maps; trains as SHOT."""
 
     name = "snr"
     title = "SNR: style normalisation and restitution, trained as SHOT"
     family = "unified adaptation and generalisation"
     paper = "Jin et al., Style Normalization and Restitution for Domain Generalization and Adaptation, IEEE TMM 2021"
-    needs = "source labels, memory, pseudo labels of targets"
+    needs = "source labels, memory, pseudo-labels of targets"
     config_type = SNRConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
     config: SNRConfig
@@ -76,17 +154,14 @@ class SNR(NetworkMethod):
                 classes = len(setting.classes)
                 heads = (nn.Linear(len(module.weight), classes) for module in self.modules)
                 self.heads = nn.ModuleList(heads).to(setting.device)
+                self.extras = {"heads": self.heads}
 
-    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase with true labels."""
-        return [SNRPhase(self, domain.images, domain.labels)]
-
-    def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """One phase with pseudo labels, information maximisation and memory."""
-        return [SNRPhase(self, domain.images, None)]
+    def phases(self, images: Tensor, labels: Tensor | None) -> Sequence[Phase]:
+        """Returns one phase."""
+        return [SNRPhase(self, images, labels)]
 
     def groups(self, *, classifier: bool) -> list[Group]:
-        """What trains, and how fast; on targets without the classifier."""
+        """Returns the parameters to train, each group with the factor on its rate; on targets not the classifier."""
         fresh = [parameter for module in self.modules for parameter in module.parameters()]
         known = {id(parameter) for parameter in fresh}
         head = [*fresh, *self.network.bottleneck.parameters()]
@@ -96,7 +171,7 @@ class SNR(NetworkMethod):
         return [(pretrained, self.config.backbone_rate), (head, 1.0)]
 
     def dual_loss(self, results: Sequence[Restitution], labels: Tensor) -> Tensor:
-        """The dual restitution loss of all modules, and cross-entropy by the last one's head."""
+        """Sums the dual restitution losses of all modules and the cross-entropy of the last one's head."""
         assert self.heads is not None
         terms, last = [], results[-1].plus
         for head, result in zip(self.heads, results, strict=True):
@@ -105,19 +180,9 @@ class SNR(NetworkMethod):
             last = logits.plus
         return torch.stack([*terms, F.cross_entropy(last, labels)]).sum()
 
-    def state(self) -> dict[str, Tensor]:
-        """Network, memory and the heads of the dual restitution loss."""
-        return super().state() | ({} if self.heads is None else pack({"heads": self.heads.state_dict()}))
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state` gave."""
-        super().load_state(state)
-        if self.heads is not None:
-            self.heads.load_state_dict(unpack(state)["heads"])
-
 
 class SNRPhase(PseudoLabelPhase):
-    """One stage of SNR."""
+    """Trains SNR on one domain."""
 
     def __init__(self, method: SNR, images: Tensor, labels: Tensor | None) -> None:
         recipe, config = method.setting.recipe, method.config
@@ -127,7 +192,7 @@ class SNRPhase(PseudoLabelPhase):
         self._config, self._dual_loss = config, method.dual_loss
 
     def step(self) -> dict[str, Tensor]:
-        """One update on a batch."""
+        """Updates the network once on a batch."""
         config = self._config
         batch = self.batches.draw(self.batch)
         self.network.train()
@@ -135,14 +200,9 @@ class SNRPhase(PseudoLabelPhase):
         with restitutions(self.network, results) if config.dual_weight else nullcontext():
             logits = self.network(batch.images).logits
         if self.is_target:
-            terms = {
-                "ce": config.beta * F.cross_entropy(logits, batch.labels),
-                "im": information_maximisation(logits),
-            }
+            terms = {"ce": config.beta * F.cross_entropy(logits, batch.labels), "im": information_maximisation(logits)}
         else:
             terms = {"ce": F.cross_entropy(logits, batch.labels, label_smoothing=config.smoothing)}
         if config.dual_weight:
             terms["dual"] = config.dual_weight * self._dual_loss(results, batch.labels)
-        total = torch.stack(list(terms.values())).sum()
-        self.optimiser.minimise(total)
-        return {"total": total, **terms}
+        return self.minimise(terms)

@@ -1,6 +1,6 @@
-"""Source-only: cross-entropy on the source domain, then nothing (empirical risk minimisation).
+"""Source-only: trains on the source domain by cross-entropy and ignores targets (empirical risk minimisation).
 
-The floor every method must beat, and the check that the harness adds nothing of its own.
+The floor that every method must beat, and a check that the training loop adds nothing of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.domain import LabelledDomain, UnlabelledDomain
-from ratp.inference import classify, embed
-from ratp.method import Method, Setting, pack, unpack
-from ratp.parts.sgd import SGDConfig
-from ratp.phase import Phase
-from ratp.training import SupervisedPhase
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.optim import SGDConfig
+from ratp.training.method import Method, Setting, pack, unpack
+from ratp.training.phase import Phase
+from ratp.training.phases import SupervisedPhase
+from ratp.training.recipe import classify, embed
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SourceOnlyConfig:
 
 
 class SourceOnly(Method):
-    """Trains on the source, leaves the model alone on every target."""
+    """Trains on the source and leaves the network alone on every target."""
 
     name = "source-only"
     title = "Source-only training (ERM)"
@@ -43,26 +43,26 @@ class SourceOnly(Method):
         self.network = setting.network()
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """One phase of cross-entropy."""
+        """Returns one phase of cross-entropy."""
         return [SupervisedPhase(self.setting, self.network, domain, self.config.sgd)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """Nothing."""
+        """Returns no phase."""
         del domain
         return []
 
     def predict(self, images: Tensor) -> Tensor:
-        """Logits of uint8 images."""
+        """Returns logits of uint8 images."""
         return classify(self.network, images, self.scaling)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Embeddings of uint8 images."""
+        """Returns embeddings of uint8 images."""
         return embed(self.network, images, self.scaling)
 
     def state(self) -> dict[str, Tensor]:
-        """The network."""
+        """Returns the network."""
         return pack({"network": self.network.state_dict()})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         self.network.load_state_dict(unpack(state)["network"])

@@ -1,18 +1,18 @@
 """T3A — "Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization", NeurIPS 2021.
 
-* Source stage: cross-entropy; W is the classifier it ends with.
-* Target stage: one pass, no gradient. The embeddings of a batch join the supports, with the labels and entropies W
-  gives them; each class keeps the M supports of lowest entropy. The classifier's row of a class becomes the direction
-  of the sum of its supports, each of unit length. A batch is predicted after it has joined, as published.
-* Supports begin with the rows of W and are kept from target to target (``reset``: begin again on each).
+* Source stage: cross-entropy. W is the classifier it ends with.
+* Target stage: one pass without gradients. The embeddings of a batch join the supports, with the labels and entropies
+  that W gives them; each class keeps the M supports of lowest entropy. A class's row of the classifier becomes the
+  direction of the sum of its unit-length supports. A batch is predicted after it has joined, as published.
+* Supports start with the rows of W and persist across targets (``reset``: start again on each).
 
-The network's classifier holds the adjusted rows, so that its weights alone predict; W is kept in the state. BatchNorm
-uses running statistics. ``exemplars`` puts the memory among the supports, with stored labels and entropy 0: then
-exemplars come first, and M of them a class leave no room for anything else.
+The network's classifier holds the adjusted rows, so its weights alone predict; the state keeps W. BatchNorm uses
+running statistics. ``exemplars`` adds the memory to the supports, with stored labels and entropy 0: exemplars then come
+first, and M of them per class leave no room for others.
 
-Departures from the published code: "all" supports means all (it drops the worst of each class on every call); a row
-of W supports its own class whatever W makes of it, so that no class is without a support. Batches are the recipe's (32
-in the paper), and M, chosen by validation on the source there, is 20.
+Deviations from the published code: M = 0 keeps all supports (there "all" drops the worst of each class on every call);
+a row of W supports its own class whatever W predicts for it, so every class has a support. Batches have the recipe's
+size (32 in the paper). M is 20; the paper selects it by validation on the source.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.inference import run_in_chunks
-from ratp.method import Setting, pack, unpack
-from ratp.online import OnlineNetwork
-from ratp.parts.information import logit_entropy
-from ratp.parts.ranks import ranks_within
-from ratp.parts.sgd import SGDConfig
+from ratp.functional.losses import logit_entropy
+from ratp.functional.numerics import ranks_within
+from ratp.functional.optim import SGDConfig
+from ratp.methods.shared.online import OnlineNetwork
+from ratp.training.method import Setting, pack, unpack
+from ratp.training.recipe import run_in_chunks
 
 
 @dataclass(frozen=True)
@@ -39,47 +39,40 @@ class T3AConfig:
     """Switches of T3A."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser on the source")
-    supports: int = switch(20, "supports a class keeps, M; 0: all", minimum=0)
-    reset: bool = switch(False, "begin every target with W; off: keep the supports of earlier ones")
-    exemplars: bool = switch(False, "the memory's images are supports too, with entropy 0")
+    supports: int = switch(20, "M, supports kept per class; 0: all", minimum=0)
+    reset: bool = switch(False, "start every target with W; off: keep the supports of earlier targets")
+    exemplars: bool = switch(False, "use the memory's images as supports too, with entropy 0")
 
 
 class Supports(NamedTuple):
-    """What the rows of the classifier are made of.
+    """Embeddings that define the rows of the classifier."""
 
-    Attributes:
-        vectors: Embeddings of unit length, shape (n, dim).
-        labels: Classes they support, shape (n,).
-        entropies: Of their predictions, shape (n,).
-        remembered: Which come from the memory, shape (n,).
-    """
-
-    vectors: Tensor
-    labels: Tensor
-    entropies: Tensor
-    remembered: Tensor
+    vectors: Tensor  # embeddings of unit length, shape (n, dim)
+    labels: Tensor  # classes they support, shape (n,)
+    entropies: Tensor  # entropies of their predictions, shape (n,)
+    remembered: Tensor  # which come from the memory, shape (n,)
 
     def joined(self, others: Supports) -> Supports:
-        """These, then the others."""
+        """Returns these supports, then the others."""
         return Supports(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
 
     def only(self, rows: Tensor) -> Supports:
-        """Those at ``rows``, a mask."""
+        """Returns the supports at ``rows``, a mask."""
         return Supports(*(tensor[rows] for tensor in self))
 
     def pruned(self, count: int) -> Supports:
-        """The ``count`` of lowest entropy in each class, in their order; of equal ones the earlier; 0: all."""
+        """Keeps each class's ``count`` supports of lowest entropy, the earlier of equal ones; 0: all."""
         if not count:
             return self
         return self.only(ranks_within(self.labels, self.entropies.argsort(stable=True)) < count)
 
     def rows(self, classes: int) -> Tensor:
-        """The classifier: for each class the direction of the sum of its supports."""
+        """Computes the classifier: per class, the direction of the sum of its supports."""
         return F.normalize(F.one_hot(self.labels, classes).to(self.vectors).T @ self.vectors, dim=1)
 
 
 def supports_of(embeddings: Tensor, weight: Tensor, labels: Tensor | None = None) -> Supports:
-    """Embeddings as supports, with the labels (unless given) and entropies a classifier gives them."""
+    """Turns embeddings into supports, with labels (unless given) and entropies from a classifier."""
     logits = embeddings @ weight.T
     labels = logits.argmax(dim=1) if labels is None else labels
     vectors = F.normalize(embeddings, dim=1)
@@ -87,12 +80,7 @@ def supports_of(embeddings: Tensor, weight: Tensor, labels: Tensor | None = None
 
 
 class T3A(OnlineNetwork):
-    """Replaces the classifier by directions of confident embeddings.
-
-    Attributes:
-        weight: W, the classifier after the source; None before the first batch of a target.
-        supports: What the classifier is made of now; None before the first batch of a target.
-    """
+    """Replaces the classifier by directions of confident embeddings."""
 
     name = "t3a"
     title = "T3A: test-time classifier adjustment"
@@ -103,17 +91,18 @@ class T3A(OnlineNetwork):
 
     def __init__(self, setting: Setting, config: T3AConfig) -> None:
         super().__init__(setting, config)
-        self.weight: Tensor | None = None
+        self.weight: Tensor | None = None  # W, the classifier after the source; None before the first batch of a target
+        # the supports of the current classifier; None before the first batch of a target
         self.supports: Supports | None = None
 
     @property
     def keeps_exemplars(self) -> bool:
-        """Whether they become supports."""
+        """Returns whether exemplars become supports."""
         return bool(self.config.exemplars)
 
     @torch.no_grad()
     def begin_stage(self) -> None:
-        """Supports as the switches have it: from W, from before, with the memory's."""
+        """Starts with the supports of W or of earlier targets, and adds the memory if ``exemplars`` is on."""
         if self.weight is None:
             self.weight = self.network.prototypes.detach().clone()
         if self.supports is None or self.config.reset:
@@ -129,7 +118,7 @@ class T3A(OnlineNetwork):
 
     @torch.no_grad()
     def learn(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch by the classifier it has become part of."""
+        """Adds a batch to the supports and returns its logits by the resulting classifier."""
         assert self.supports is not None and self.weight is not None
         embeddings = self.network(inputs).embedding
         self.supports = self.supports.joined(supports_of(embeddings, self.weight)).pruned(self.config.supports)
@@ -137,13 +126,13 @@ class T3A(OnlineNetwork):
         return embeddings @ self.network.prototypes.T
 
     def state(self) -> dict[str, Tensor]:
-        """Network, memory, W and supports."""
+        """Returns network, memory, W and supports."""
         if self.weight is None or self.supports is None:
             return super().state()
         return super().state() | pack({"t3a": {"weight": self.weight, **self.supports._asdict()}})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         super().load_state(state)
         own = {name: tensor.to(self.setting.device) for name, tensor in unpack(state).get("t3a", {}).items()}
         self.weight = own.pop("weight", None)

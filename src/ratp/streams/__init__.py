@@ -1,30 +1,39 @@
-"""All streams: the embedded demo, the paper's benchmarks, and anyone's own folders."""
+"""Streams: domains in their order of arrival. Built in, or a user's own folders.
+
+Imports ``data``, ``networks``, ``training`` and what lies below. Importing this needs no torch.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ratp.errors import ConfigError, unknown
-from ratp.stream import StreamSpec
-from ratp.streams.benchmarks import DIGITS, DOMAINNET10, PACS
-from ratp.streams.embedded import DEMO
-from ratp.streams.own import NAME as FOLDERS
-from ratp.streams.own import from_file, from_root
+from ratp.streams.catalogue import FOLDERS, STREAMS, StreamInfo
 
-STREAMS: dict[str, StreamSpec] = {spec.name: spec for spec in (DEMO, DIGITS, PACS, DOMAINNET10)}
+if TYPE_CHECKING:
+    from ratp.streams.stream import StreamSpec
+
+__all__ = ["FOLDERS", "STREAMS", "StreamInfo", "find_stream", "is_folder"]
 
 
 def find_stream(name: str) -> StreamSpec:
-    """The stream called ``name``, or the one that a ``.toml`` file or a folder of domains describes.
+    """Returns the stream called ``name``, or the one that a ``.toml`` file or a folder of domains describes."""
+    if name == "demo":
+        from ratp.streams.demo import DEMO
 
-    Raises:
-        ConfigError: If there is none, with the nearest name.
-    """
+        return DEMO
     if name in STREAMS:
-        return STREAMS[name]
+        from ratp.streams.benchmarks import BENCHMARKS
+
+        return BENCHMARKS[name]
     if name.endswith(".toml"):
+        from ratp.streams.folders import from_file
+
         return from_file(Path(name))
     if name.strip() and is_folder(Path(name)):
+        from ratp.streams.folders import from_root
+
         return from_root(Path(name))
     if name == FOLDERS:
         raise ConfigError(
@@ -38,7 +47,7 @@ def find_stream(name: str) -> StreamSpec:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is that of a folder; one that cannot be looked at is none."""
+    """Whether a path names a folder; False if it cannot be examined."""
     try:
         return path.is_dir()
     except OSError:  # too long a name, or no permission

@@ -1,8 +1,4 @@
-"""The paper's benchmarks: Digits, PACS and ten classes of DomainNet, with its sizes, splits and orders.
-
-Sizes follow the published code. Every order of the paper has a name: ``default`` is the first main order,
-``reverse`` the second where there is one, ``1`` to ``10`` are the ten orders of its appendix.
-"""
+"""The paper's benchmarks: where their images lie and how they are trained on. Sizes follow the published code."""
 
 from __future__ import annotations
 
@@ -10,24 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ratp.backbones import IMAGENET_MEAN, IMAGENET_STD
-from ratp.data.origins import origin_of
-from ratp.data.place import data_folder, find_all
-from ratp.data.sources import data_set
-from ratp.network import NetworkConfig
-from ratp.parts.transforms import CROP_FLIP, OBJECTS
-from ratp.recipe import Recipe
-from ratp.stream import DataOptions, LoadedDomain, StreamSpec
+from ratp.data.catalogue import data_set
+from ratp.data.catalogue.locate import data_folder, find_all
+from ratp.data.formats.canonical import origin_of
+from ratp.functional.transforms import CROP_FLIP, OBJECTS
+from ratp.networks.backbones import IMAGENET_MEAN, IMAGENET_STD
+from ratp.networks.network import NetworkConfig
+from ratp.streams.catalogue import STREAMS
 from ratp.streams.files import load_domains
+from ratp.streams.stream import DataOptions, LoadedDomain, StreamSpec
+from ratp.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a benchmark.
+    """Finds and loads the files of a benchmark.
 
     Attributes:
         catalogue: Its data set in the catalogue.
-        names: From the codes of its domains to their names there.
+        names: Names in the catalogue by code of the domain.
     """
 
     catalogue: str
@@ -44,7 +41,7 @@ class _Files:
             size,
             options,
             classes=data_set(self.catalogue).classes,
-            origin=lambda path, decoded: origin_of(path, decoded.manifest),
+            origin=lambda path, decoded: origin_of(path, decoded.manifest.hash),
         )
 
 
@@ -56,59 +53,15 @@ _DOMAINNET = _Files(
 )
 
 
-def _orders(default: str, reverse: str | None, *ten: str) -> dict[str, tuple[str, ...]]:
-    named = {"default": default} | ({"reverse": reverse} if reverse else {})
-    named |= {str(number): order for number, order in enumerate(ten, start=1)}
-    return {name: tuple(order.split(">")) for name, order in named.items()}
-
-
 DIGITS = StreamSpec(
-    name="digits",
-    title="Digits, 32×32: MNIST, MNIST-M, SVHN, SYN, USPS",
-    domains={
-        "MT": "MNIST, handwriting",
-        "MM": "MNIST-M, handwriting blended into photographs",
-        "SN": "SVHN, house numbers",
-        "SD": "SYN, rendered digits",
-        "US": "USPS, handwriting on envelopes",
-    },
-    orders=_orders(
-        "MT>MM>SN>SD>US",
-        "US>SD>SN>MM>MT",
-        "SN>MT>MM>SD>US",
-        "SN>SD>MT>US>MM",
-        "MM>US>MT>SD>SN",
-        "MT>MM>SN>SD>US",
-        "MT>MM>US>SN>SD",
-        "SD>MM>SN>MT>US",
-        "SD>SN>US>MM>MT",
-        "SD>US>MM>SN>MT",
-        "US>MT>SN>MM>SD",
-        "US>SD>SN>MM>MT",
-    ),
+    **vars(STREAMS["digits"]),
     recipe=Recipe(),
     load=_DIGITS.load,
     places=_DIGITS.places,
 )
 
 PACS = StreamSpec(
-    name="pacs",
-    title="PACS, 224×224: seven classes as photographs, paintings, cartoons, sketches",
-    domains={"P": "photographs", "A": "art paintings", "C": "cartoons", "S": "sketches"},
-    orders=_orders(
-        "P>A>C>S",
-        "S>C>A>P",
-        "A>C>P>S",
-        "A>C>S>P",
-        "A>P>C>S",
-        "C>A>S>P",
-        "C>S>P>A",
-        "P>A>C>S",
-        "P>S>A>C",
-        "P>S>C>A",
-        "S>C>A>P",
-        "S>P>C>A",
-    ),
+    **vars(STREAMS["pacs"]),
     recipe=Recipe(
         network=NetworkConfig(backbone="resnet50", hidden=512, dim=256),
         size=224,
@@ -125,30 +78,7 @@ PACS = StreamSpec(
 )
 
 DOMAINNET10 = StreamSpec(
-    name="domainnet10",
-    title="DomainNet, 224×224: ten classes in six domains",
-    domains={
-        "Qu": "quickdraw, drawn in seconds",
-        "Cl": "clipart",
-        "Pa": "paintings",
-        "In": "infographics",
-        "Sk": "sketches",
-        "Re": "real photographs",
-    },
-    orders=_orders(
-        "Qu>Sk>Cl>In>Pa>Re",
-        None,
-        "Re>Pa>In>Cl>Sk>Qu",
-        "Cl>In>Pa>Qu>Re>Sk",
-        "Cl>Re>In>Qu>Sk>Pa",
-        "In>Qu>Cl>Pa>Re>Sk",
-        "Pa>Sk>Qu>In>Re>Cl",
-        "Qu>Re>Cl>Pa>In>Sk",
-        "Qu>Sk>Cl>In>Pa>Re",
-        "Sk>In>Pa>Cl>Re>Qu",
-        "Sk>Re>Pa>Cl>Qu>In",
-        "Sk>Re>Qu>Pa>In>Cl",
-    ),
+    **vars(STREAMS["domainnet10"]),
     recipe=replace(
         PACS.recipe,
         network=replace(PACS.recipe.network, dim=512),
@@ -158,3 +88,5 @@ DOMAINNET10 = StreamSpec(
     load=_DOMAINNET.load,
     places=_DOMAINNET.places,
 )
+
+BENCHMARKS = {spec.name: spec for spec in (DIGITS, PACS, DOMAINNET10)}

@@ -1,4 +1,4 @@
-"""From folders and zips to domains whose labels agree: by the names of their classes, never by their order."""
+"""Loads domains from folders and zips and matches their labels by class name, never by order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from ratp.data.decoded import DecodedDomain, open_decoded
-from ratp.data.listing import is_clutter
-from ratp.data.manifest import duplicates_between
-from ratp.domain import LabelledDomain, UnlabelledDomain
+from ratp.data.cache.decoded import DecodedDomain, open_decoded
+from ratp.data.cache.manifest import duplicates_between
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.data.read.listing import is_clutter
 from ratp.errors import ConfigError, RatpError, nearest
-from ratp.stream import DataOptions, LoadedDomain
+from ratp.streams.stream import DataOptions, LoadedDomain
 
 _LISTED = 20
 
@@ -31,19 +31,7 @@ def load_domains(
     unlabelled: Collection[str] = (),
     origin: Callable[[Path, DecodedDomain], str | None] = lambda path, decoded: None,
 ) -> list[LoadedDomain]:
-    """Reads domains, the source's first; all that is wrong with them is said at once.
-
-    Args:
-        paths: Folder or zip of every domain by its name.
-        size: Side of the images.
-        options: How to read them.
-        classes: Names of the classes in order; those of the source, sorted, if None.
-        unlabelled: Names of the domains whose folders, if they have any, are no classes.
-        origin: From a domain's place and images to what it is if it is not the published data.
-
-    Raises:
-        ConfigError: With every domain that cannot be read or does not fit.
-    """
+    """Loads domains, the source first, and reports everything wrong with them at once."""
     problems: list[str] = []
     found: dict[str, DecodedDomain] = {}
     alike = _alike({name: path for name, path in paths.items() if name not in unlabelled})
@@ -56,8 +44,8 @@ def load_domains(
     source = next(iter(paths))
     if source in found and found[source].class_names is None:
         problems.append(
-            f"the source {source!r} has no labels: its images lie beside each other in {paths[source]}. "
-            "Put them into a folder a class."
+            f"the source {source!r} has no labels: all its images lie directly in {paths[source]}. "
+            "Put them into one folder per class."
         )
     known = tuple(classes or (source in found and found[source].class_names) or ())
     if not known:
@@ -80,7 +68,7 @@ def load_domains(
 
 
 def _alike(paths: Mapping[str, Path]) -> set[str]:
-    """Names of domains that have the same folders as another one: these are classes then, whatever they hold."""
+    """Returns the domains with the same folders as another one, which must then be classes."""
     folders = {name: tuple(_folders(path)) for name, path in paths.items()}
     often = Counter(names for names in folders.values() if len(names) > 1)
     return {name for name, names in folders.items() if often[names] > 1}
@@ -95,11 +83,7 @@ def _open(name: str, path: Path, size: int, options: DataOptions, *, labelled: b
 def _labelled(
     name: str, decoded: DecodedDomain, classes: Sequence[str], options: DataOptions, *, source: str
 ) -> tuple[LabelledDomain | UnlabelledDomain, tuple[str, ...], tuple[str, ...]]:
-    """The domain with labels by class name, the names of its files, and what to say about it.
-
-    Raises:
-        ConfigError: If it has classes that are not known, unless they may be dropped.
-    """
+    """Returns the domain with labels by class name, its file names, and notes."""
     manifest = decoded.manifest.hash
     files = tuple(file.name for file in decoded.manifest.usable)
     if decoded.class_names is None or decoded.class_index is None:
@@ -122,11 +106,11 @@ def _labelled(
         files = tuple(file for file, keep in zip(files, kept.tolist(), strict=True) if keep)
     missing = [label for label in classes if not counts.get(label)]
     if missing:
-        unlearnt = ", so that cannot be learnt" if name == source else ""
+        unlearnt = ", which the model therefore cannot learn" if name == source else ""
         notes.append(f"{name}: no images of {some(missing)}{unlearnt}.")
     few = [label for label in classes if counts.get(label) == 1]
     if few and name == source:
-        notes.append(f"{name}: one image only of {some(few)}.")
+        notes.append(f"{name}: a single image of {some(few)}.")
     return LabelledDomain(name, images, labels, tuple(classes), manifest=manifest), files, tuple(notes)
 
 
@@ -145,17 +129,17 @@ def _unknown_classes(name: str, extra: Sequence[str], counts: Mapping[str, int],
 
 
 def _empty_folders(name: str, path: Path, decoded: DecodedDomain) -> tuple[str, ...]:
-    """A note on class folders that hold no image: they are no classes."""
+    """Returns a note on class folders without images, which do not count as classes."""
     if decoded.class_names is None or not path.is_dir():
         return ()
     root = path
     below = _folders(root)
-    if len(below) == 1 and below[0] not in decoded.class_names:  # everything lies in one more folder
+    if len(below) == 1 and below[0] not in decoded.class_names:  # all classes lie in one extra folder
         root = path / below[0]
         below = _folders(root)
     known = set(decoded.class_names)
     empty = [folder for folder in below if unicodedata.normalize("NFC", folder) not in known]
-    return (f"{name}: no images in {some(empty)}: no class.",) if empty else ()
+    return (f"{name}: no images in {some(empty)}: not a class.",) if empty else ()
 
 
 def _folders(path: Path) -> list[str]:
@@ -166,7 +150,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def _shared_images(found: Mapping[str, DecodedDomain]) -> str | None:
-    """A note on files that are in several domains: a target that repeats the source tells less than it seems."""
+    """Returns a note on images in several domains, which make results look better than they are."""
     shared = duplicates_between(replace(decoded.manifest, name=name) for name, decoded in found.items())
     if not shared:
         return None
@@ -175,6 +159,6 @@ def _shared_images(found: Mapping[str, DecodedDomain]) -> str | None:
 
 
 def some(names: Sequence[str]) -> str:
-    """Names in a message, of many the first."""
+    """Lists names in a message; of many only the first."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

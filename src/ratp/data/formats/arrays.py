@@ -1,23 +1,25 @@
-"""Arrays of images and labels into pictures, and numpy's own files of them."""
+"""Arrays of images and labels into pictures, and two kinds of files of them: numpy's npz, and USPS as libsvm text."""
 
 from __future__ import annotations
 
+import bz2
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratp.data.formats.encoding import array_png
-from ratp.data.formats.pictures import Pictures
+from ratp.data.formats.pictures import Pictures, array_png
 from ratp.errors import RatpError
 
 Array = NDArray[Any]
 
 MOST_BYTES = 1 << 32
+USPS_SIDE = 16
+_LONGEST_LINE = 1 << 16
 PAIRS = (
     ("X", "y"),
     ("x_train", "y_train"),
@@ -35,11 +37,7 @@ PAIRS = (
 
 
 def array_pictures(images: Array, labels: Array, origin: str) -> Pictures:
-    """Pictures from an array of images, (N, height, width) or (N, height, width, 1 or 3), and one of labels (N,).
-
-    Raises:
-        RatpError: If the arrays are of other kinds or lengths.
-    """
+    """Makes pictures from arrays of images, (N, height, width) or (N, height, width, 1 or 3), and labels (N,)."""
     if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)) or 0 in images.shape:
         raise RatpError(f"{origin}: expected N images of height × width (× 3), found an array of shape {images.shape}.")
     if labels.shape != (len(images),):
@@ -51,11 +49,7 @@ def array_pictures(images: Array, labels: Array, origin: str) -> Pictures:
 
 
 def as_bytes(values: Array, origin: str) -> NDArray[np.uint8]:
-    """Pixels as bytes: whole numbers in 0..255 as they are, fractions in 0..1 scaled.
-
-    Raises:
-        RatpError: If they are neither.
-    """
+    """Converts pixels to bytes: whole numbers in 0..255 as they are, fractions in 0..1 scaled."""
     if values.dtype == np.uint8:
         return values
     low, high = _range(values, origin)
@@ -67,11 +61,7 @@ def as_bytes(values: Array, origin: str) -> NDArray[np.uint8]:
 
 
 def whole_numbers(values: Array, origin: str) -> NDArray[np.int64]:
-    """Labels as integers below 1000.
-
-    Raises:
-        RatpError: If they are none.
-    """
+    """Converts labels to integers below 1000."""
     low, high = _range(values, origin)
     if (values != np.rint(values)).any() or abs(low) > 1000 or high > 1000:
         raise RatpError(f"{origin}: expected whole numbers as labels, found values from {low:g} to {high:g}.")
@@ -87,12 +77,9 @@ def _range(values: Array, origin: str) -> tuple[float, float]:
 
 
 def paired(variables: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
-    """The names of images and labels that belong together, among those a container holds.
+    """Pairs the names of images and labels that a container holds.
 
     Images that lie there in several sizes, with the same labels, are taken once: as they were before they were resized.
-
-    Raises:
-        RatpError: If there is no pair that is known.
     """
     found: dict[str, tuple[str, str]] = {}
     for pair in PAIRS:
@@ -107,11 +94,7 @@ def paired(variables: Mapping[str, Any], origin: str) -> list[tuple[str, str]]:
 
 
 def read_npz(path: Path) -> list[tuple[Array, Array]]:
-    """Images and labels from a file written by ``numpy.savez``.
-
-    Raises:
-        RatpError: If it holds no known names, is damaged, or holds objects.
-    """
+    """Reads images and labels from a file written by ``numpy.savez``."""
     try:
         with zipfile.ZipFile(path) as archive:
             large = [info.filename for info in archive.infolist() if info.file_size > MOST_BYTES]
@@ -123,3 +106,51 @@ def read_npz(path: Path) -> list[tuple[Array, Array]]:
         raise RatpError(
             f"{path} cannot be read: {error}. Only arrays of plain numbers are, never pickled objects."
         ) from error
+
+
+def read_libsvm(path: Path) -> list[tuple[Array, Array]]:
+    """USPS as libsvm text, packed with bzip2 or not: digits (N, 16, 16) in bytes, labels 1..10 as 0..9."""
+    rows, labels = [], []
+    try:
+        for number, line in enumerate(_lines(path), start=1):
+            label, row = _libsvm_row(line, f"{path}, line {number}")
+            labels.append(label)
+            rows.append(row)
+    except (EOFError, UnicodeDecodeError) as error:
+        raise RatpError(f"{path} is damaged or truncated: {error}. Download it again.") from error
+    except OSError as error:
+        raise RatpError(f"cannot read {path}: {error.strerror or error}. Download it again.") from error
+    if not rows:
+        raise RatpError(f"{path} is empty.")
+    scaled = np.rint((np.stack(rows) + 1) * 127.5).astype(np.uint8)
+    return [(scaled.reshape(-1, USPS_SIDE, USPS_SIDE), np.array(labels, dtype=np.int64) - 1)]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as raw:
+        packed = raw.read(3) == b"BZh"
+    with bz2.open(path) if packed else path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if len(line) == _LONGEST_LINE:
+                raise RatpError(f"{path} is not libsvm text: it has a line of more than {_LONGEST_LINE:,} bytes.")
+            if line.strip():
+                yield line.decode("ascii")
+
+
+def _libsvm_row(line: str, place: str) -> tuple[int, NDArray[np.float64]]:
+    row = np.zeros(USPS_SIDE**2)
+    label, *entries = line.split()
+    try:
+        digit = int(float(label))
+        values = np.array(" ".join(entries).replace(":", " ").split(), dtype=np.float64).reshape(-1, 2)
+    except (ValueError, OverflowError) as error:
+        raise RatpError(f"{place}: expected 'label index:value …', found {line[:60]!r}.") from error
+    if float(label) != digit or not 1 <= digit <= 10:
+        raise RatpError(f"{place}: expected a label in 1..10, found {label}.")
+    places = values[:, 0]
+    if len(values) and not (places.min() >= 1 and places.max() <= row.size and (places == np.rint(places)).all()):
+        raise RatpError(f"{place}: expected positions in 1..{row.size}, found {places.min():g} to {places.max():g}.")
+    if not (np.abs(values[:, 1]) <= 1).all():
+        raise RatpError(f"{place}: expected values in -1..1, found others.")
+    row[places.astype(np.int64) - 1] = values[:, 1]
+    return digit, row

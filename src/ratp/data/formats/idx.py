@@ -19,11 +19,7 @@ IDX_IMAGES, IDX_LABELS = b"\0\0\x08\x03", b"\0\0\x08\x01"
 
 
 def read_idx(path: Path) -> Array:
-    """An idx file of bytes, plain or packed with gzip: labels (N,) or images (N, height, width).
-
-    Raises:
-        RatpError: If it is something else, truncated or too long.
-    """
+    """An idx file of bytes, plain or packed with gzip: labels (N,) or images (N, height, width)."""
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -39,7 +35,7 @@ def _idx(file: BinaryIO | gzip.GzipFile, path: Path) -> Array:
     magic = file.read(4)
     if magic not in (IDX_IMAGES, IDX_LABELS):
         raise RatpError(
-            f"{path} is no idx file of bytes: expected it to begin with {IDX_IMAGES.hex()} or {IDX_LABELS.hex()}, "
+            f"{path} is not an idx file of bytes: expected it to begin with {IDX_IMAGES.hex()} or {IDX_LABELS.hex()}, "
             f"found {magic.hex() or 'nothing'}."
         )
     sizes = file.read(4 * magic[3])
@@ -59,11 +55,7 @@ def _idx(file: BinaryIO | gzip.GzipFile, path: Path) -> Array:
 
 
 def idx_pairs(paths: Sequence[Path]) -> list[tuple[Path, Array, Array]]:
-    """Images with their labels: by the names of the files if they say, else in the order given.
-
-    Raises:
-        RatpError: If files are damaged, or not as many of one kind as of the other.
-    """
+    """Images with their labels: by the names of the files if they say, else in the order given."""
     arrays = [(path, read_idx(path)) for path in paths]
     images = [(path, array) for path, array in arrays if array.ndim == 3]
     labels = [(path, array) for path, array in arrays if array.ndim == 1]

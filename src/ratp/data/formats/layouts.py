@@ -1,4 +1,4 @@
-"""Which file of a folder or zip belongs to which class: by its folder, or by a list of labels."""
+"""Finds the class of each file in a folder or zip: by its folder, or by a list of labels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ratp.data.archive import list_archive
-from ratp.data.folder import list_folder
-from ratp.data.formats.encoding import whole_file
-from ratp.data.formats.pictures import ImageBytes, Pictures
-from ratp.data.listing import BadImage, Listing, is_image_name
+from ratp.data.decode.pixels import BadImage
+from ratp.data.formats.pictures import ImageBytes, Pictures, whole_file
+from ratp.data.read.archive import list_archive
+from ratp.data.read.folder import list_folder
+from ratp.data.read.listing import Listing, is_image_name
 from ratp.errors import RatpError, unknown
 
 _LABELLED = re.compile(r"(.+?)[\s,]+([^\s,]+)")
@@ -20,13 +20,7 @@ _PARTS = frozenset({"train", "training", "test", "testing", "val", "valid", "val
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A folder or zip of images.
-
-    Attributes:
-        root: The folder or zip.
-        listing: What is in it.
-        files: The images in it.
-    """
+    """The images in a folder or zip."""
 
     root: Path
     listing: Listing
@@ -34,11 +28,7 @@ class Place:
 
     @staticmethod
     def at(root: Path) -> Place:
-        """What lies there.
-
-        Raises:
-            RatpError: If it cannot be read, or is a zip that is refused.
-        """
+        """Lists a folder or zip."""
         listing = list_folder(root) if root.is_dir() else list_archive(root)
         return Place(root, listing, tuple(PurePosixPath(file.name) for file in listing.files))
 
@@ -57,17 +47,10 @@ class Place:
 
 
 def by_folder(name: str, place: Place) -> Pictures:
-    """The pictures of a domain in a place with a folder a class.
+    """Finds the pictures of a domain in a place with one folder per class.
 
-    The classes may lie at the root, in a folder called like the domain, or in the only folder there is; on the
-    way to them, ``train`` and ``test`` count as one.
-
-    Args:
-        name: Of the domain.
-        place: Where to look.
-
-    Raises:
-        RatpError: If no classes are found, or more than one domain and none of that name.
+    The class folders may lie at the root, in a folder with the domain's name, or in the only folder; ``train`` and
+    ``test`` folders above them are merged.
     """
     inside = [path for path in place.files if len(path.parts) >= 2]
     named = [path for path in inside if len(_steps(path)) >= 3 and plain(_steps(path)[-3]) == plain(name)]
@@ -75,17 +58,17 @@ def by_folder(name: str, place: Place) -> Pictures:
     chosen = named or at_root or _only_domain(name, place, inside)
     total = len(place.files) + len(place.listing.ignored)
     left_out = total - len(chosen)
-    note = f"{place.root}: {left_out:,} of {total:,} files are no images in a class folder of {name}."
+    note = f"{place.root}: {left_out:,} of {total:,} files are not images in a class folder of {name}."
     return place.pictures(((path.parts[-2], path) for path in chosen), (note,) if left_out else ())
 
 
 def _steps(path: PurePosixPath) -> tuple[str, ...]:
-    """The parts of the path, without those that only tell training from testing; a class may be called train."""
+    """The parts of a path without train and test folders, except for a class with such a name."""
     return (*(part for part in path.parts[:-2] if part.lower() not in _PARTS), *path.parts[-2:])
 
 
 def plain(name: str) -> str:
-    """A name such that spellings of the same one agree: ``Art Painting`` is ``art_painting``."""
+    """Normalizes the spelling of a name: ``Art Painting`` becomes ``art_painting``."""
     return name.lower().replace("-", "_").replace(" ", "_")
 
 
@@ -105,20 +88,14 @@ def _only_domain(name: str, place: Place, inside: Sequence[PurePosixPath]) -> Se
     if not inside:
         raise RatpError(
             f"{place.root} holds no class folders: expected class/image, found {len(place.files):,} images without a "
-            "folder. Give the list of their labels as well, a line an image: name label."
+            "folder. Also give the list of their labels, one line per image: name label."
         )
     return inside
 
 
 @dataclass(frozen=True)
 class LabelList:
-    """A text file that says of which class a picture is: on every line a name and a label.
-
-    Attributes:
-        origin: What to call it in a message.
-        stem: Its name without ending.
-        entries: Names and labels.
-    """
+    """A text file with the name and label of one picture per line; ``origin`` is what messages call it."""
 
     origin: str
     stem: str
@@ -131,11 +108,7 @@ class LabelList:
 
 
 def parse_list(data: bytes, origin: str) -> LabelList | None:
-    """Reads a list of labels, or gives None if it is no such list.
-
-    Raises:
-        RatpError: If it begins like one and goes on differently.
-    """
+    """Reads a list of labels; None if the file is not one."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
@@ -157,7 +130,7 @@ def parse_list(data: bytes, origin: str) -> LabelList | None:
 
 
 def lists_in(place: Place) -> list[LabelList]:
-    """The lists of plain names that lie in a folder beside the images."""
+    """Reads the lists of plain file names that lie in a folder beside the images."""
     found = []
     for name in place.listing.ignored if place.root.is_dir() else ():
         if name.lower().endswith((".txt", ".csv")):
@@ -167,16 +140,9 @@ def lists_in(place: Place) -> list[LabelList]:
 
 
 def by_list(labels: LabelList, places: Sequence[Place]) -> Pictures:
-    """The pictures a list names.
+    """Finds the pictures that a list names.
 
     The class is the label or, where the names have the form ``domain/class/image``, the folder.
-
-    Args:
-        labels: The list.
-        places: Where the pictures may be.
-
-    Raises:
-        RatpError: If the pictures are not there, or in more than one place.
     """
     place, base = _start(labels, places)
     there = frozenset(place.files)
@@ -195,7 +161,7 @@ def by_list(labels: LabelList, places: Sequence[Place]) -> Pictures:
 
 
 def _start(labels: LabelList, places: Sequence[Place]) -> tuple[Place, PurePosixPath]:
-    """The place, and the folder in it that the names of the list start from."""
+    """Finds the place and the folder in it that the names of the list are relative to."""
     first, _ = labels.entries[0]
     steps = len(first.parts)
     starts = [

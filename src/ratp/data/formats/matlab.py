@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ratp.data.formats.arrays import MOST_BYTES, Array, paired, whole_numbers
-from ratp.data.formats.libsvm import USPS_SIDE
+from ratp.data.formats.arrays import MOST_BYTES, USPS_SIDE, Array, paired, whole_numbers
 from ratp.errors import RatpError
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -33,17 +32,13 @@ _HEAD_BYTES, _COMPRESSED, _CHUNK = 128, 15, 1 << 20
 
 
 def read_mat(path: Path) -> list[tuple[Array, Array]]:
-    """Images (N, height, width, 3) and digits (N,) from a MATLAB file of version 5.
-
-    Raises:
-        RatpError: If it is damaged, or holds no known names.
-    """
-    from scipy.io import whosmat  # type: ignore[import-untyped]
+    """Images (N, height, width, 3) and digits (N,) from a MATLAB file of version 5."""
+    from scipy.io import whosmat
 
     try:
         listed = {name: (shape, kind) for name, shape, kind in whosmat(path)}
     except Exception as error:  # damaged files make the reader raise whatever it happens to stumble over
-        raise RatpError(f"{path} is no MATLAB file that can be read: {error or type(error).__name__}.") from error
+        raise RatpError(f"{path} is not a readable MATLAB file: {error or type(error).__name__}.") from error
     if listed.get(CELLS) == ((2, 2), "cell"):
         return _usps_cells(path)
     wanted = [name for pair in paired(listed, str(path)) for name in pair]
@@ -98,11 +93,7 @@ def _check_unpacked_size(path: Path) -> None:
 
 
 def read_hdf5(path: Path) -> list[tuple[Array, Array]]:
-    """Images and digits from a MATLAB file of version 7.3, or from ``train`` and ``test`` of USPS.
-
-    Raises:
-        RatpError: If h5py is not installed, the file is damaged or holds no known names.
-    """
+    """Images and digits from a MATLAB file of version 7.3, or from ``train`` and ``test`` of USPS."""
     h5py = _h5py(path)
     try:
         with h5py.File(path, "r") as file:
@@ -115,7 +106,7 @@ def read_hdf5(path: Path) -> list[tuple[Array, Array]]:
                 for a, b in paired(dict.fromkeys(file), str(path))
             ]
     except (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-        raise RatpError(f"{path} is no HDF5 file that can be read: {error}.") from error
+        raise RatpError(f"{path} is not a readable HDF5 file: {error}.") from error
 
 
 def _h5py(path: Path) -> Any:
@@ -145,7 +136,7 @@ def _usps(group: Any, origin: str, h5py: Any) -> tuple[Array, Array]:
 def _digits(images: Array, labels: Array, origin: str) -> tuple[Array, Array]:
     """Images with the picture's axis first, and digits from labels: 10 is SVHN's way to write 0."""
     if labels.ndim == 2 and 10 in labels.shape and 1 not in labels.shape:
-        labels = (labels if labels.shape[1] == 10 else labels.T).argmax(axis=1)  # a column a class
+        labels = (labels if labels.shape[1] == 10 else labels.T).argmax(axis=1)  # one column per class
     numbers = whole_numbers(labels.ravel(), origin)
     if numbers.min() < 0 or numbers.max() > 10 or {0, 10} <= set(np.unique(numbers).tolist()):
         raise RatpError(

@@ -1,38 +1,64 @@
-"""Labelled pictures on their way into a domain, read one at a time."""
+"""Labelled pictures on their way into a domain, read one at a time: arrays become PNG, image files stay as they are."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ratp.data.decode.decode import decode_picture, image_kind
+from ratp.data.decode.pixels import BadImage
 from ratp.errors import RatpError, unknown
+
+_ENDINGS = {
+    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg"),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm"),
+}
 
 
 class ImageBytes(NamedTuple):
-    """An image file in memory.
-
-    Attributes:
-        data: Its content.
-        ending: The ending of its name, with the dot.
-    """
+    """An image file in memory; the ending has a dot."""
 
     data: bytes
     ending: str
 
 
+def array_png(pixels: NDArray[np.uint8]) -> ImageBytes:
+    """The PNG of an array of shape (height, width), (height, width, 1) or (height, width, 3)."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    image = Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+    image.save(file, "PNG", compress_level=3)  # half the time of the default, the same size
+    return ImageBytes(file.getvalue(), ".png")
+
+
+def whole_file(data: bytes, origin: str) -> ImageBytes:
+    """Returns an image file unchanged, after checking that it decodes; an ending that does not fit is replaced."""
+    try:
+        decode_picture(data, None)
+        endings = _ENDINGS[image_kind(data)]
+    except BadImage as problem:
+        raise BadImage(f"{origin}: {problem}") from problem
+    ending = PurePath(origin).suffix.lower()
+    return ImageBytes(data, ending if ending in endings else endings[0])
+
+
 @dataclass(frozen=True)
 class Pictures:
-    """Labelled pictures, read one at a time.
+    """Labelled pictures, read one at a time: ``read(k)`` returns picture k or raises ``BadImage`` with its name.
 
-    Attributes:
-        classes: The class of every picture.
-        read: Gives the picture of that position, or raises :class:`~ratp.data.listing.BadImage` with its name and
-            the reason.
-        notes: What is worth knowing about them.
-        unreadable: What could not even be listed, each with the reason.
+    ``unreadable`` names what could not even be listed, each with the reason.
     """
 
     classes: Sequence[str]
@@ -56,11 +82,7 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
 
 
 def selected(pictures: Pictures, classes: Collection[str]) -> Pictures:
-    """The pictures of some classes.
-
-    Raises:
-        RatpError: If there is no picture of one of them.
-    """
+    """Selects the pictures of some classes."""
     found = set(pictures.classes)
     for label in classes:
         if label not in found:

@@ -12,7 +12,7 @@ from typing import Literal
 from ratp.data.formats.idx import IDX_IMAGES, IDX_LABELS
 from ratp.data.formats.layouts import LabelList, parse_list
 from ratp.data.formats.matlab import HDF5
-from ratp.data.listing import is_image_name
+from ratp.data.read.listing import is_image_name
 from ratp.errors import RatpError
 
 Kind = Literal["idx", "mat", "hdf5", "npz", "libsvm", "zip", "list", "folder"]
@@ -21,11 +21,7 @@ _DATA_ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".bz2", ".gz", ".npz"})
 
 
 def recognised(path: Path) -> list[tuple[Kind, Path]]:
-    """What a path is, by its content: itself with its kind, or for a folder of data files those files.
-
-    Raises:
-        RatpError: If it is nothing that can be imported.
-    """
+    """Recognises a path by its content: itself with its kind, or for a folder of data files those files."""
     if not path.is_dir():
         return [(_kind(path), path)]
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
@@ -43,11 +39,7 @@ def _may_hold_arrays(entry: Path) -> bool:
 
 
 def _kind(path: Path) -> Kind:
-    """What a file is, by its content.
-
-    Raises:
-        RatpError: If it is nothing that can be imported, with what it is if that is known.
-    """
+    """What a file is, by its content."""
     try:
         with path.open("rb") as file:
             head = file.read(4096)
@@ -86,7 +78,7 @@ def _kind_of_zip(path: Path) -> Kind:
         with zipfile.ZipFile(path) as archive:
             names = [Path(name) for name in archive.namelist()]
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise RatpError(f"{path} is no zip file that can be read: {error}. Download it again.") from error
+        raise RatpError(f"{path} is not a readable zip file: {error}. Download it again.") from error
     if any(name.suffix in {".pkl", ".pickle"} for name in names):
         raise RatpError(f"{path} holds pickled objects, which can run anything when read; they are never read.")
     if names and all(name.suffix == ".npy" for name in names):
@@ -119,14 +111,10 @@ def _is_list(path: Path, head: bytes) -> bool:
 
 
 def read_list(path: Path) -> LabelList:
-    """A list of labels.
-
-    Raises:
-        RatpError: If it is none.
-    """
+    """A list of labels."""
     labels = parse_list(_content(path), str(path))
     if labels is None:
-        raise RatpError(f"{path} is no list of labels: expected an image's name and its label on every line.")
+        raise RatpError(f"{path} is not a list of labels: expected an image's name and its label on every line.")
     return labels
 
 

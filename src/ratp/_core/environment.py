@@ -1,0 +1,297 @@
+"""The process and the machine a run computes on: precision, warnings shared between threads, and versions.
+
+======  ==========================================================================================
+fp32    everything in single precision
+tf32    convolutions and the bottleneck's wide layer multiply with 10 bits of mantissa
+bf16    the feature extractor works in bfloat16; bottleneck, classifier, losses, labels and all
+        statistics stay in single precision
+======  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from ratp import __version__
+from ratp.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    import torch
+
+if TYPE_CHECKING:
+    import torch
+
+
+Precision = Literal["fp32", "tf32", "bf16"]
+_FIRST_WITH_TF32 = (8, 0)
+_lock = Lock()
+_requested: Precision = "tf32"  # torch's default
+_exact = 0
+
+
+def find_device(name: str) -> torch.device:
+    """Returns the device called ``name``; ``auto`` is a GPU if there is one."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(unknown("device", name, ("auto", "cpu", "cuda"))) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(unknown("device", name, ("auto", "cpu", "cuda")))
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= available:
+        raise ConfigError(f"device {name!r} is not available: {available} CUDA device(s) found. Use cpu or auto.")
+    return device
+
+
+def find_precision(requested: str, device: torch.device) -> Precision:
+    """Returns the requested precision, or fp32 where the device has no other; ``auto`` prefers tf32."""
+    import torch
+
+    names = get_args(Precision)
+    if requested not in (*names, "auto"):
+        raise ConfigError(unknown("precision", requested, ("auto", *names)))
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_TF32
+    if requested == "fp32" or not has_tf32:  # a GPU has both tf32 and bf16 or neither
+        return "fp32"
+    return "tf32" if requested == "auto" else cast(Precision, requested)
+
+
+def use_precision(precision: Precision) -> None:
+    """Sets how all convolutions of this process multiply; torch has no such setting per network."""
+    global _requested
+    with _lock:
+        _requested = precision
+        _apply_precision()
+
+
+@contextmanager
+def single_precision() -> Iterator[None]:
+    """Keeps all convolutions of this process in fp32 within the block, whatever other threads request.
+
+    Other runs compute more exactly meanwhile, never less.
+    """
+    global _exact
+    with _lock:
+        _exact += 1
+        _apply_precision()
+    try:
+        yield
+    finally:
+        with _lock:
+            _exact -= 1
+            _apply_precision()
+
+
+def _apply_precision() -> None:
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = _requested != "fp32" and not _exact
+
+
+class SharedContext:
+    """A process-wide change that several threads may enter: the first makes it, the last undoes it.
+
+    Args:
+        change: Makes the change and registers with the stack how to undo it.
+    """
+
+    def __init__(self, change: Callable[[ExitStack], None]) -> None:
+        self._change, self._lock = change, Lock()
+        self._inside, self._undo = 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                with ExitStack() as undo:
+                    self._change(undo)
+                    self._undo = undo.pop_all()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._undo.close()
+
+
+def _silence(undo: ExitStack) -> None:
+    undo.enter_context(warnings.catch_warnings())
+    for kind in (UserWarning, DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", kind)
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="PIL")
+
+
+# Silences what libraries say about the contents of a file; our own notes still come through.
+quietly = SharedContext(_silence)
+
+
+_IRRELEVANT = ("determinism", "cores")  # no result depends on these entries
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "matplotlib", "safetensors")
+
+
+def describe_environment(device: torch.device, precision: Precision = "fp32") -> dict[str, Any]:
+    """Collects versions, machine and device, as ``environment.json`` stores them."""
+    import torch
+
+    return {
+        "ratp": __version__,
+        "code": code_hash()[:12],
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "device": device.type,  # which of several identical GPUs makes no difference
+        "device_name": device_name(device),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "precision": precision,
+        "determinism": "bitwise on one machine" if device.type == "cpu" else "within the seed spread",
+    }
+
+
+@cache
+def code_hash() -> str:
+    """Hashes all code of this package, which identifies a version between releases."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Compares two environments: both values, by name, of every entry that a result may depend on.
+
+    Old files may lack the code hash, which then counts as equal, and may name one of several GPUs, which is ignored.
+    """
+    old, new = _flat({"code": now.get("code"), **before}), _flat(now)
+    if "device" in old:
+        old["device"] = str(old["device"]).partition(":")[0]
+    return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}
+
+
+def _flat(environment: Mapping[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages")
+    rest = {name: value for name, value in environment.items() if name not in ("packages", *_IRRELEVANT)}
+    return rest | (packages if isinstance(packages, dict) else {})
+
+
+def package_version(name: str) -> str | None:
+    """Returns the installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of the GPU or the processor."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Counts the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# All threads share torch's global generator.
+_GLOBAL_GENERATOR = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The seed of a run and the generators derived from it."""
+
+    seed: int
+
+    def derive(self, *name: str | int) -> int:
+        """Derives a 63-bit seed for the purpose called ``name``."""
+        digest = hashlib.blake2b(repr((self.seed, *name)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def generator(self, *name: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Makes a fresh generator for the purpose called ``name``."""
+        import torch
+
+        return torch.Generator(device=device).manual_seed(self.derive(*name))
+
+    @contextmanager
+    def scope(self, *name: str | int) -> Iterator[None]:
+        """Seeds torch's global CPU generator within the block and restores it afterwards.
+
+        For code that accepts no generator, such as the initialisation of library modules. Only one thread at a time
+        may be inside.
+        """
+        import torch
+
+        with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.derive(*name))
+            yield
+
+
+def find_devices(names: str, precision: str = "auto") -> tuple[torch.device, ...]:
+    """The devices asked for, if there are several.
+
+    Args:
+        names: Devices separated by commas, repeats allowed; ``auto`` or ``cuda`` alone means all GPUs that compute in
+            the precision of the first.
+        precision: The precision asked for.
+
+    Returns:
+        The devices; empty for a single one, which is in the plan.
+
+    Raises:
+        ConfigError: If a device does not exist, or they differ in precision.
+    """
+    if "," not in names:
+        return _all_gpus(precision) if names in ("auto", "cuda") else ()
+    devices: list[torch.device] = []
+    problems: list[str] = []
+    for name in names.split(","):
+        try:
+            devices.append(_one_of_several(name.strip(), names))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    precisions = {find_precision(precision, device): device for device in devices}
+    if len(precisions) > 1:
+        differing = " and ".join(f"{device} in {name}" for name, device in precisions.items())
+        raise ConfigError(f"the devices differ, {differing}: choose some of a kind, or --precision fp32.")
+    return tuple(devices)
+
+
+def _one_of_several(name: str, names: str) -> torch.device:
+    if name in ("", "auto"):
+        what = "auto" if name else "an empty place"
+        raise ConfigError(f"the devices {names!r} have {what} among them: name every one, e.g. cuda:0,cuda:1.")
+    return find_device(name)
+
+
+def _all_gpus(precision: str) -> tuple[torch.device, ...]:
+    """All GPUs that compute as the first does, if they are several."""
+    import torch
+
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    alike = [gpu for gpu in gpus if find_precision(precision, gpu) == find_precision(precision, gpus[0])]
+    return tuple(alike) if len(alike) > 1 else ()

@@ -1,0 +1,66 @@
+"""Options that several commands share. Importing them loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only warnings and errors.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to standard output.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the benchmarks' images; default $RATP_DATA, else data.", show_default=False),
+]
+OnBadImage = Annotated[
+    str, typer.Option("--on-bad-image", help="If files are not usable images: stop and name them, or skip them.")
+]
+ExtraClasses = Annotated[
+    str, typer.Option(help="If a target has classes the source lacks: stop, or drop their images.")
+]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, cuda, cuda:1, cuda:0,cuda:2, … or auto. Several runs share all GPUs with cuda and auto."),
+]
+Jobs = Annotated[
+    str, typer.Option("--jobs", "-j", help="Runs at once per device; auto: one per core, or 8 on a GPU with DTN.")
+]
+Precision = Annotated[
+    str, typer.Option(help="Precision of matrix products: fp32, tf32, bf16, or auto: tf32 on a GPU, else fp32.")
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Initial weights: a .safetensors file, imagenet, none, or auto: $RATP_WEIGHTS, else the backbone's."
+    ),
+]
+Probe = Annotated[
+    bool,
+    typer.Option("--probe/--no-probe", help="Measure the new domain after every epoch. Changes no result."),
+]
+SaveEvery = Annotated[
+    float,
+    typer.Option(metavar="SEC", help="Seconds between checkpoints; 0: only after each stage. Changes no result."),
+]
+Features = Annotated[
+    bool,
+    typer.Option("--features", help="Keep embeddings of test images for the report to draw. Changes no result."),
+]
+Guard = Annotated[
+    str,
+    typer.Option(
+        "--guard",
+        help="Judge every target stage without labels: act rolls back one that ruins the model or has unusable images, "
+        "record only notes it, off does neither; auto: act on your own images, record on benchmarks.",
+    ),
+]
+ReuseSource = Annotated[
+    bool,
+    typer.Option(help="Reuse the source network of an earlier run with the same settings. Changes no result."),
+]

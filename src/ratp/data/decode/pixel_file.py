@@ -1,0 +1,80 @@
+"""Files of pixels and nothing else: uint8 images one after another, channels first."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratp.data.decode.worker import write_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FLUSH_SECONDS = 0.3
+
+
+def map_images(handle: int, count: int, height: int, width: int) -> Tensor:
+    """Maps the pixels of an open file as a tensor that is read on use.
+
+    The map is private: what is written to the tensor is seen by this process alone and never reaches the file.
+    """
+    import torch
+
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(handle, count * 3 * height * width, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, 3, height, width)
+
+
+@contextmanager
+def flushed_meanwhile(handle: int) -> Iterator[None]:
+    """Flushes a file in the background during the block, so that little is left to flush at its end."""
+    over, errors = threading.Event(), list[OSError]()
+
+    def flush() -> None:
+        while not over.wait(_FLUSH_SECONDS) and not errors:
+            try:
+                os.fsync(handle)
+            except OSError as error:  # the system tells of it once
+                errors.append(error)
+
+    thread = threading.Thread(target=flush, name="flush", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+    os.fsync(handle)
+
+
+def close_gaps(handle: int, rows: list[int], length: int) -> None:
+    """Moves the given rows of a file to its start, in their order, and cuts off the rest."""
+    for place, row in enumerate(rows):
+        if place != row:
+            write_at(handle, os.pread(handle, length, row * length), place * length)
+    os.ftruncate(handle, len(rows) * length)
+
+
+def memory_file() -> int:
+    """A file without a name, in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("ratp")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def free_memory() -> int:
+    """Bytes that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

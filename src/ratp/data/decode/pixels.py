@@ -1,0 +1,93 @@
+"""Converts pixels of any kind to 8-bit RGB.
+
+============== ===================================================================================================
+16-bit         16 bits a channel; the whole range 0…65,535 becomes 0…255
+32-bit         grey values as 32-bit integers or floats: kept where they lie in 0…255 (floats in 0…1 times 255,
+               integers up to 65,535 as 16-bit), else the image's own range becomes 0…255
+palette        colours looked up
+alpha          laid over white
+cmyk           and other colour models (``ycbcr``, …): converted to RGB
+greyscale      the same value in all three channels
+1-bit          black and white
+============== ===================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ratp.errors import RatpError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class BadImage(RatpError):  # noqa: N818
+    """A file is not a usable image. The message is only the reason, to be put after the file's name."""
+
+
+def has_16_bits(image: Image.Image) -> bool:
+    """Whether the file has 16 bits a channel, which the mode shows for grey images only."""
+    for codec, _, _, arguments in getattr(image, "tile", ()):
+        raw, *more = arguments if isinstance(arguments, tuple) and arguments else (arguments,)
+        if codec in ("ppm", "ppm_plain"):
+            return int(more[0]) > 255
+        if ";16" in str(raw) and raw != "BGR;16":  # that one has 16 bits a pixel
+            return True
+    return image.mode.startswith("I;16")
+
+
+def to_rgb(image: Image.Image, deep: bool, conversions: list[str]) -> Image.Image:
+    """Converts the image to RGB."""
+    mode = image.mode
+    if deep:
+        conversions.append("16-bit")
+    elif mode in ("I", "F"):
+        conversions.append("32-bit")
+    if mode in ("I", "F") or mode.startswith("I;16"):
+        conversions += ["alpha", "greyscale"] if "transparency" in image.info else ["greyscale"]
+        return _to_8_bits(image, deep).convert("RGB")
+    if mode in ("P", "PA"):
+        conversions.append("palette")
+    alpha = mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    if alpha:
+        conversions.append("alpha")
+    if mode in ("1", "L", "LA", "La"):
+        conversions += ["greyscale", "1-bit"] if mode == "1" else ["greyscale"]
+    elif mode == "LAB":
+        raise BadImage("in the colour model LAB, which is not supported: convert it to RGB")
+    elif mode not in ("RGB", "RGBX", "RGBA", "RGBa", "P", "PA"):
+        conversions.append(mode.lower())
+    if alpha:
+        return _over_white(image)
+    return image if mode == "RGB" else image.convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    rgba = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+
+
+def _to_8_bits(image: Image.Image, deep: bool) -> Image.Image:
+    import numpy as np
+    from PIL import Image
+
+    values = np.asarray(image).astype(np.float64)
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        raise BadImage("without any finite value")
+    low, high = float(finite.min()), float(finite.max())
+    values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+    if deep or (image.mode == "I" and low >= 0 and 255 < high <= 65535):
+        scaled = values / 257
+    elif image.mode == "F" and low >= 0 and high <= 1:
+        scaled = values * 255
+    elif low >= 0 and high <= 255:
+        scaled = values
+    else:
+        scaled = (values - low) * (255 / ((high - low) or 1))
+    if "transparency" in image.info:
+        scaled[values == image.info["transparency"]] = 255
+    return Image.fromarray(np.rint(scaled).clip(0, 255).astype(np.uint8))

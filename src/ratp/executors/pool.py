@@ -1,0 +1,180 @@
+"""A queue of runs and the lanes that make them, each in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+
+import torch
+
+from ratp.errors import Note, RatpError
+from ratp.executors.lanes import Lane
+from ratp.executors.process import ProcessGoneError
+from ratp.executors.protocol import OtherPlanError, memory_error, unexpected
+from ratp.runs.events import Event, StageFinished
+from ratp.runs.record import RunRecord
+from ratp.runs.run import Run
+
+# How often a run continues in another process after its own died, within one stage.
+MOST_RETRIES = 3
+Result = RunRecord | RatpError
+Listener = Callable[[Run, Event], None]
+EventsOf = Callable[[Run], Generator[Event, None, None]]
+
+
+class RetryWarning(Note):
+    """The process of a run died: the run continues in another."""
+
+
+class Pool:
+    """Runs to make, and their results."""
+
+    def __init__(
+        self, runs: Sequence[Run], on_event: Listener | None, on_end: Callable[[Run, Result], None] | None
+    ) -> None:
+        self._runs, self._on_event, self._on_end = runs, on_event, on_end
+        self._results: dict[int, Result] = {}
+        self._retries = Counter[int]()
+        self._deaths: dict[int, str] = {}
+        self._calling = threading.Lock()
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+
+    def results(self) -> list[Result]:
+        """All results, in the order of the runs."""
+        return [self._results[index] for index in range(len(self._runs))]
+
+    def in_turn(self, indices: Iterable[int]) -> None:
+        """Makes runs one after another in this thread."""
+        for index in indices:
+            self._make(index, Run.events)
+            self._raise_failure()
+
+    def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
+        """Makes as many runs at once as there are lanes."""
+        todo, left = deque(indices), deque[int]()
+        while todo and (usable := [lane for lane in lanes if not lane.gave_up]):
+            self._share(todo, left, usable)  # again, if a lane gave up after the others had finished
+        for index in todo:
+            how = self._deaths.get(index)
+            why = f"its process ended unexpectedly ({how})" if how else "see the notes before"
+            told = f"nothing is left to make {self._runs[index].folder.name} with: {why}. The same command continues."
+            self._end(index, RatpError(told))
+            self._raise_failure()
+        self.in_turn(sorted(left))
+
+    def _share(self, todo: deque[int], left: deque[int], lanes: Sequence[Lane]) -> None:
+        """Has each lane make runs until none is left or it gives up; ``left`` gets those only this process can make."""
+        ends = [threading.Event() for _ in lanes]
+        threads = [
+            threading.Thread(target=self._serve, args=(lane, todo, left, end), name=f"run-{k}", daemon=True)
+            for k, (lane, end) in enumerate(zip(lanes, ends, strict=True))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for end in ends:  # not join(): a thread whose join is interrupted by Ctrl-C counts as ended
+                end.wait()
+        except BaseException:
+            self._stop.set()
+            for thread, end in zip(threads, ends, strict=True):
+                if thread.ident is not None:
+                    end.wait()
+            raise
+        self._raise_failure()
+
+    def _serve(self, lane: Lane, todo: deque[int], left: deque[int], end: threading.Event) -> None:
+        try:
+            with lane:
+                while todo and not self._stop.is_set() and not lane.gave_up:
+                    try:
+                        index = todo.popleft()
+                    except IndexError:  # another lane was quicker
+                        break
+                    try:
+                        self._make(index, lane.events)
+                    except OtherPlanError:
+                        left.append(index)
+                    except ProcessGoneError:
+                        todo.append(index)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            end.set()
+
+    def _make(self, index: int, events_of: EventsOf) -> None:
+        """Makes one run and keeps its result, unless all have to stop."""
+        run = self._runs[index]
+        event: Event | None = None
+        try:
+            with closing(events_of(run)) as events:
+                for event in events:
+                    if self._on_event is not None:
+                        self._call(partial(self._on_event, run, event))
+                    if isinstance(event, StageFinished):
+                        del self._retries[index]
+                    if self._stop.is_set():
+                        return
+            result: Result = run.record()
+        except ProcessGoneError as error:
+            if self._may_retry(index, error):
+                raise
+            result = error
+        except RatpError as error:
+            result = error
+        except OtherPlanError:
+            raise
+        except torch.OutOfMemoryError as error:
+            result = memory_error(run, error)
+        except Exception as error:
+            result = RatpError(unexpected(error))
+            result.__cause__ = error
+        event = None  # an error keeps this frame, and the event the method and its images
+        self._end(index, result)
+
+    def _end(self, index: int, result: Result) -> None:
+        self._results[index] = result
+        if self._on_end is not None:
+            self._call(partial(self._on_end, self._runs[index], result))
+            self._runs[index].forget()
+            _clear_frames(result)
+
+    def _may_retry(self, index: int, error: ProcessGoneError) -> bool:
+        self._retries[index] += 1
+        self._deaths[index] = error.how
+        if self._retries[index] > MOST_RETRIES:
+            return False
+        if not self._stop.is_set():
+            name = self._runs[index].folder.name
+            note = f"the process of {name} ended unexpectedly ({error.how}): it goes on with what was kept"
+            warnings.warn(note, RetryWarning, stacklevel=2)
+        return True
+
+    def _call(self, listener: Callable[[], None]) -> None:
+        """Calls a listener, one at a time; what it raises stops all runs."""
+        try:
+            with self._calling:
+                listener()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _clear_frames(result: Result) -> None:
+    """Drops the variables an error keeps alive: images and networks are among them."""
+    error: BaseException | None = result if isinstance(result, RatpError) else None
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,94 @@
+"""Convolutions between the three channels of small images; cuDNN's kernels are made for many channels.
+
+Each program computes some pixels of one image; see :mod:`ratp.functional.kernels.common` for the memory layout. The
+weights are never trained: only the images have a gradient, which is the convolution with the flipped kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ratp.functional.kernels.common import PIXELS_AT_ONCE, DeviceKernel, pack
+
+
+@DeviceKernel
+@triton.jit
+def _convolve_kernel(
+    inputs, taps, bias, result,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PIXELS: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(0)
+    HIGH: tl.constexpr = HEIGHT + 2 * PADDING - SIZE + 1
+    WIDE: tl.constexpr = WIDTH + 2 * PADDING - SIZE + 1
+    p = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
+    c = tl.arange(0, 4)
+    inside = p < HIGH * WIDE
+    top, left = p // WIDE - PADDING, p % WIDE - PADDING
+    planes = inputs + (image * 3 + c)[:, None] * (HEIGHT * WIDTH)
+    tap = taps + c
+    red = tl.zeros([4, PIXELS], tl.float32)
+    green = tl.zeros([4, PIXELS], tl.float32)
+    blue = tl.zeros([4, PIXELS], tl.float32)
+    for row in range(SIZE):
+        y = top + row
+        on_row = inside & (y >= 0) & (y < HEIGHT)
+        for column in tl.static_range(SIZE):
+            x = left + column
+            there = (c < 3)[:, None] & (on_row & (x >= 0) & (x < WIDTH))[None, :]
+            value = tl.load(planes + (y * WIDTH + x)[None, :], mask=there, other=0.0)
+            red += value * tl.load(tap + 12 * column)[:, None]
+            green += value * tl.load(tap + (12 * column + 4))[:, None]
+            blue += value * tl.load(tap + (12 * column + 8))[:, None]
+        tap += 12 * SIZE
+    for out in tl.static_range(3):
+        value = tl.sum(red if out == 0 else (green if out == 1 else blue), 0)
+        if HAS_BIAS:
+            value += tl.load(bias + out)
+        tl.store(result + (image * 3 + out) * (HIGH * WIDE) + p, value, mask=inside)
+
+
+def _convolve(inputs: Tensor, taps: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+    count, channels, height, width = inputs.shape
+    size = len(taps)
+    high, wide = height + 2 * padding - size + 1, width + 2 * padding - size + 1
+    result = torch.empty(count, channels, high, wide, device=inputs.device)
+    _convolve_kernel[(count, triton.cdiv(high * wide, PIXELS_AT_ONCE))](
+        inputs.contiguous(), taps, taps if bias is None else bias, result,
+        HEIGHT=height, WIDTH=width, SIZE=size, PADDING=padding, HAS_BIAS=bias is not None, PIXELS=PIXELS_AT_ONCE,
+    )  # fmt: skip
+    return result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, taps: Tensor, turned: Tensor, bias: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(turned)
+        ctx.padding = padding
+        return _convolve(inputs, taps, bias, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (turned,) = ctx.saved_tensors
+        return _convolve(gradients[0], turned, None, len(turned) - 1 - ctx.padding), None, None, None, None
+
+
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
+    """Convolves images with weights that are not trained, in single precision.
+
+    Args:
+        inputs: float32, shape (n, 3, height, width).
+        weight: Shape (3, 3, k, k).
+        bias: Shape (3,).
+        padding: Zeros on every side, less than k.
+    """
+    taps = pack(weight)
+    if not inputs.requires_grad:
+        return _convolve(inputs, taps, bias, padding)
+    turned = pack(weight.flip(2, 3).transpose(0, 1))
+    return _Convolution.apply(inputs, taps, turned, bias, padding)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Parts that families of methods share: source-free and online adaptation, pseudo-labels, RandMix copies."""

@@ -1,0 +1,238 @@
+"""Online adaptation: what methods share that adapt while they predict, in one pass over a target.
+
+* :class:`OnlineNetwork` learns the source by cross-entropy and shows every target to ``observe`` once.
+* :class:`BatchStatistics` normalises by the batch at hand once it has adapted.
+* :class:`AffineMethod` trains BatchNorm's γ and β alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast, final
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from ratp.config import switch
+from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
+from ratp.functional.norm import affine_parameters, by_batch
+from ratp.functional.optim import Adam, SGDConfig, StageSGD
+from ratp.networks.network import Network
+from ratp.training.method import OnlineMethod, Setting, Statistics, pack, unpack
+from ratp.training.phase import Phase
+from ratp.training.phases import Batches, NetworkMethod, SinglePass, SupervisedPhase
+from ratp.training.recipe import Scaling, classify
+
+# Fewest images whose statistics represent a domain.
+SMALLEST_BATCH = 64
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Switches of the steps on targets; defaults are for DTN."""
+
+    optimiser: Literal["adam", "sgd"] = switch("adam", "optimiser on targets, without weight decay")
+    rate: float = switch(1e-3, "learning rate on targets, constant", minimum=0, below=3.4e38)
+    momentum: float = switch(0.9, "momentum of sgd", minimum=0, below=1)
+
+    def steps_on(self, parameters: Iterable[nn.Parameter], *, nesterov: bool = False) -> Adam | StageSGD:
+        """Returns the optimiser for the given parameters."""
+        if self.optimiser == "adam":
+            return Adam(parameters, self.rate)
+        sgd = SGDConfig(self.momentum, weight_decay=0.0, schedule="constant", nesterov=nesterov)
+        return StageSGD(parameters, self.rate, 1, sgd)
+
+
+@dataclass(frozen=True)
+class AdaptationConfig:
+    """Switches of methods that take gradient steps on targets and normalise by the batch."""
+
+    sgd: SGDConfig = switch(SGDConfig(), "optimiser on the source")
+    step: StepConfig = switch(StepConfig(), "steps on targets")
+    replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
+    eval_bn: Statistics = switch("batch", "BatchNorm when measured after adaptation: of the images at hand, or running")
+
+
+# Values for ResNet-50, by their names among a method's switches.
+LARGE_STEPS: Mapping[str, Any] = {"step.optimiser": "sgd", "step.rate": 2.5e-4}
+
+
+def in_batches(order: Tensor, size: int) -> list[Tensor]:
+    """Splits an order into batches of ``size``; a shorter last one joins the one before."""
+    parts = list(torch.split(order, size))
+    if len(parts) > 1 and len(parts[-1]) < size:
+        last = parts.pop()
+        parts[-1] = torch.cat([parts[-1], last])
+    return parts
+
+
+@torch.no_grad()
+def classify_by_batch(
+    network: Network, images: Tensor, scaling: Scaling, size: int, generator: torch.Generator
+) -> Tensor:
+    """Returns logits of uint8 images; BatchNorm uses the statistics of batches of at least ``size`` images.
+
+    Batches are drawn at random with the CPU ``generator``: images often come class by class, and a batch of one class
+    has statistics of its own. A single image has none; it is classified by the running statistics.
+    """
+    check_images(images, network.image_size)
+    if len(images) < 2:
+        return classify(network, images, scaling)
+    order = torch.randperm(len(images), generator=generator)
+    was_training = network.training
+    network.eval()
+    try:
+        with by_batch(network):
+            parts = [network(scaling(images[part.to(images.device)])).logits for part in in_batches(order, size)]
+    finally:
+        network.train(was_training)
+    logits = torch.cat(parts)
+    return torch.empty_like(logits).index_copy_(0, order.to(logits.device), logits)
+
+
+def logits_by_batch(network: Network, inputs: Tensor, batches: int = 1) -> Tensor:
+    """Returns logits of one or more concatenated batches, each normalised by its own statistics."""
+    with by_batch(network, batches):
+        return network(inputs).logits
+
+
+class OnlineNetwork(OnlineMethod, NetworkMethod):
+    """Trains by cross-entropy on the source, then in one pass over each target; nothing is ever reset.
+
+    ``observe`` also takes images that belong to no domain: a stage then starts with the first call.
+    """
+
+    smallest: ClassVar[int] = 1  # fewest images to learn from; a smaller batch is only predicted
+    saved = "_begun"
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        super().__init__(setting, config)
+        self.observed = 0  # number of batches learned from so far, over all targets
+        self._begun = False
+
+    @property
+    def keeps_exemplars(self) -> bool:
+        """Returns whether the method replays exemplars."""
+        return getattr(self.config, "replay", "none") == "separate"
+
+    @abstractmethod
+    def begin_stage(self) -> None:
+        """Creates what each target starts afresh with."""
+
+    @abstractmethod
+    def learn(self, inputs: Tensor) -> Tensor:
+        """Returns logits of a batch of normalised images, and adapts to it."""
+
+    @final
+    def observe(self, images: Tensor) -> Tensor:
+        """Returns logits of a batch of uint8 images, and adapts to it."""
+        check_images(images, self.network.image_size)
+        if not self._begun:
+            self._begin()
+        if len(images) < self.smallest:
+            return classify(self.network, images, self.scaling)
+        self.network.eval()
+        logits = self.learn(self.scaling(images)).detach()
+        self.observed += 1
+        return logits
+
+    def _begin(self) -> None:
+        self.begin_stage()
+        self._begun = True
+
+    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """Returns one phase of cross-entropy."""
+        return [SupervisedPhase(self.setting, self.network, domain, self.config.sgd, finish=self.finish_source)]
+
+    def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
+        """Returns one pass in random order."""
+        self._begin()
+        return [SinglePass(self, self.setting, domain, self.stage, self.finish_target)]
+
+    def finish_source(self, domain: LabelledDomain) -> dict[str, float]:
+        """Takes exemplars with their true labels."""
+        return self.keep(domain.images, domain.labels)
+
+    def finish_target(self, images: Tensor) -> dict[str, float]:
+        """Takes exemplars with the adapted network's predictions as labels."""
+        return self.keep(images, self.predict(images).argmax(dim=1) if self.keeps_exemplars else None)
+
+    def keep(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
+        """Ends a stage: counts the domain, and stores exemplars if they are used."""
+        self._begun = False
+        if self.keeps_exemplars and labels is not None:
+            return self.remember(images, labels)
+        self.memory.seen += 1
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns network, memory and the number of observed batches."""
+        return super().state() | pack({"online": {"observed": torch.tensor(self.observed)}})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        super().load_state(state)
+        self._begun = False
+        self.observed = int(unpack(state)["online"]["observed"])
+
+
+class BatchStatistics(OnlineNetwork):
+    """An online method that normalises by the batch; its config has ``eval_bn``.
+
+    Before the first target it is evaluated with running statistics, like any source model; afterwards as ``eval_bn``
+    says. A batch of one image has no statistics, so it is predicted by the running ones.
+    """
+
+    smallest = 2
+    saved = "_exemplars"
+
+    def begin_stage(self) -> None:
+        """Creates replay, from the memory at the start of the stage."""
+        memory = self.memory
+        self._exemplars: Batches | None = None
+        if self.keeps_exemplars and min(len(memory), self.setting.recipe.batch) > 1:  # one image has no statistics
+            self._exemplars = Batches(self.setting, "target", self.stage, memory.images, memory.labels)
+
+    def with_replay(self, loss: Tensor, network: Network) -> Tensor:
+        """Adds a network's cross-entropy on a memory batch, as large as the recipe's or of all there are."""
+        if self._exemplars is None:
+            return loss
+        exemplars = self._exemplars.draw(min(self.setting.recipe.batch, len(self._exemplars.images)))
+        return loss + F.cross_entropy(logits_by_batch(network, exemplars.images), exemplars.labels)
+
+    @classmethod
+    def evaluation_statistics(cls, config: Any) -> Statistics:
+        """Returns ``eval_bn``."""
+        return cast(Statistics, config.eval_bn)
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Returns logits of uint8 images; with batch statistics they depend on which images come together."""
+        if not self.observed or self.config.eval_bn == "running":
+            return super().predict(images)
+        size = max(SMALLEST_BATCH, self.setting.recipe.batch)
+        return classify_by_batch(
+            self.network, images, self.scaling, size, self.setting.randomness.generator("evaluation")
+        )
+
+
+class AffineMethod(BatchStatistics):
+    """Trains BatchNorm's γ and β on targets; its config is an :class:`AdaptationConfig`.
+
+    The network is in evaluation mode, because dropout would make predictions random, but normalises by the batch.
+    """
+
+    saved = "_optimiser"
+
+    def begin_stage(self) -> None:
+        """Creates optimiser and replay."""
+        super().begin_stage()
+        parameters = list(affine_parameters(self.network).values())
+        self._optimiser = self.config.step.steps_on(parameters) if parameters else None
+
+    def minimise(self, loss: Tensor) -> None:
+        """Takes one step on a loss and that of a memory batch."""
+        if self._optimiser is not None:
+            self._optimiser.minimise(self.with_replay(loss, self.network))

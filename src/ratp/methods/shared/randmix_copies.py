@@ -1,0 +1,96 @@
+"""RandMix copies for methods that have none of their own, as the paper's ablation adds them.
+
+On the source, every image gets a copy with its label. On a target, images the model is confident about get one: all
+are copied, so that shapes never depend on data, and a mask leaves the others out of BatchNorm and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratp.config import switch
+from ratp.errors import ConfigError
+from ratp.functional.norm import only_rows, supports_row_masks
+from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
+from ratp.networks.network import Output
+from ratp.training.method import Setting, pack, unpack
+from ratp.training.phases import NetworkMethod
+
+
+@dataclass(frozen=True)
+class CopiesConfig:
+    """Switches of the copies."""
+
+    augment: bool = switch(False, "RandMix copies of source images and of confident target images")
+    r_con: float = switch(0.8, "confidence above which a target image gets a copy", minimum=0, maximum=1)
+    randmix: RandMixConfig = switch(RandMixConfig(), "augmentation, if augment is on")
+
+
+class Copies:
+    """The RandMix copies of a stage's images; without ``randmix`` there are none."""
+
+    def __init__(self, method: NetworkMethod, randmix: RandMix | None = None, r_con: float = 1.0) -> None:
+        self._network, self._randmix, self._r_con = method.network, randmix, r_con
+        self.generators = () if randmix is None else (method.setting.generator("randmix", method.stage),)
+
+    def learn_all(self, clean: Tensor) -> Output:
+        """Passes normalised images, then a copy of each, through the network in training mode."""
+        if self._randmix is None:
+            return self._network.train()(clean)
+        return self._network.train()(torch.cat([clean, self._randmix(clean, *self.generators)]))
+
+    def learn_confident(self, clean: Tensor) -> tuple[Output, Tensor | None]:
+        """Passes both, and returns which rows count: all images, and the copies of confident ones; None: all rows."""
+        if self._randmix is None:
+            return self._network.train()(clean), None
+        with torch.no_grad():
+            confidence = self._network.eval()(clean).logits.softmax(dim=1).amax(dim=1)
+        selected = confidence > self._r_con
+        # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
+        copies = self._randmix(clean, *self.generators).where(selected[:, None, None, None], clean)
+        valid = torch.cat([torch.ones_like(selected), selected])
+        with only_rows(self._network, valid):
+            return self._network.train()(torch.cat([clean, copies])), valid
+
+
+class CopyingMethod(NetworkMethod):
+    """A method whose config includes :class:`CopiesConfig`."""
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        super().__init__(setting, config)
+        self.randmix: RandMix | None = None
+        if config.augment:
+            check_kernels(config.randmix, setting.image_size)
+            if not supports_row_masks(self.network):
+                raise ConfigError(
+                    f"augment: BatchNorm of {setting.recipe.network.backbone} cannot leave images out; "
+                    "set augment to false or network.backbone to dtn or a resnet."
+                )
+            layers = setting.generator("randmix layers")
+            self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, layers)
+
+    def copies(self) -> Copies:
+        """Returns the copies of the stage's images."""
+        return Copies(self, self.randmix, self.config.r_con)
+
+    def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Returns three RandMix copies of the images, if ``augment`` is on."""
+        if self.randmix is None:
+            return {}
+        inputs = self.scaling(images)
+        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns network, memory, and the fixed layers of RandMix if it is used."""
+        return super().state() | ({} if self.randmix is None else pack({"randmix": self.randmix.state()}))
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        super().load_state(state)
+        if self.randmix is not None:
+            self.randmix.load_state(unpack(state)["randmix"])

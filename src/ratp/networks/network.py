@@ -1,0 +1,178 @@
+"""The network: feature extractor → bottleneck → bias-free linear classifier, whose rows are the prototypes."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from ratp._core.environment import Precision
+from ratp.config import switch
+from ratp.errors import ConfigError
+from ratp.functional.losses import scores
+from ratp.functional.norm import BatchNorm1d
+from ratp.networks.backbones import ChannelDropout, check_backbone, make_backbone
+
+_DROPOUT = 0.5  # of an embedding, in a bottleneck of one layer behind dtn
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Sizes of a network."""
+
+    backbone: str = switch("dtn", "feature extractor: dtn, resnet18, resnet50, resnet101 or timm:NAME")
+    width: float = switch(1.0, "factor on the channels of dtn", above=0, below=100)
+    hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
+    dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)
+    bottleneck: Literal["two", "one"] = switch(
+        "two",
+        "linear layers of the bottleneck: two, or one, then BatchNorm and with dtn dropout, as SHOT was published",
+        hash_default=False,
+    )
+
+
+def check_network(config: NetworkConfig, image_size: tuple[int, int] | None = None) -> None:
+    """Checks a configuration before anything is built; raises a ConfigError with one sentence for every mistake."""
+    check_backbone(config.backbone, config.width, image_size)
+
+
+class Output(NamedTuple):
+    """Result of a forward pass: embeddings z, shape (n, dim), and logits z Wᵀ, shape (n, classes)."""
+
+    embedding: Tensor
+    logits: Tensor
+
+
+class _WideLinear(nn.Linear):
+    """A linear layer that runs as a convolution on GPUs, and so in TF32 if convolutions do.
+
+    PyTorch has one switch for convolutions and one for matrix products, and losses and labels need exact products.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes x·Wᵀ + b."""
+        if not x.is_cuda:
+            return super().forward(x)
+        return F.conv2d(x[:, :, None, None], self.weight[:, :, None, None], self.bias).flatten(1)
+
+
+class _Bottleneck(nn.Sequential):
+    """Linear, BatchNorm, ReLU, Linear, with the middle two fused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the embedding."""
+        first, norm, _, last = self
+        return cast(Tensor, last(norm(first(x), relu=True)))
+
+
+class _OneLayer(nn.Sequential):
+    """Linear, BatchNorm, dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the embedding."""
+        linear, norm, dropout = self
+        embedding: Tensor = norm(linear(x))
+        keep = cast(ChannelDropout, dropout).draw(embedding)
+        return embedding if keep is None else embedding * keep
+
+
+class Network(nn.Module):
+    """A classifier in three parts.
+
+    Attributes:
+        backbone: F, images to features.
+        bottleneck: B, Linear · BatchNorm · ReLU · Linear, or Linear · BatchNorm · dropout.
+        classifier: W, linear without bias.
+    """
+
+    def __init__(self, config: NetworkConfig, classes: int, image_size: tuple[int, int] = (32, 32)) -> None:
+        """Builds a network with random weights from torch's generator."""
+        super().__init__()
+        self.config = config
+        self.classes = classes
+        self.image_size = image_size
+        self.channels_last = False
+        self.precision: Precision = "fp32"
+        self.backbone, features = make_backbone(config.backbone, image_size, config.width)
+        self.bottleneck = _two_layers(features, config) if config.bottleneck == "two" else _one_layer(features, config)
+        self.classifier = nn.Linear(config.dim, classes, bias=False)
+        linear = [layer for layer in self.bottleneck if isinstance(layer, nn.Linear)]
+        for layer in linear:
+            nn.init.zeros_(layer.bias)
+        if config.bottleneck == "one":
+            for layer in (*linear, self.classifier):
+                nn.init.xavier_normal_(layer.weight)
+            return
+        for layer in linear:
+            nn.init.normal_(layer.weight, std=0.01)
+        # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
+        nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The classifier's rows, shape (classes, dim)."""
+        return self.classifier.weight
+
+    def on(self, device: torch.device, precision: Precision = "fp32") -> Network:
+        """Moves the network to a device, in the memory layout that is fastest there."""
+        self.precision = precision
+        self.channels_last = device.type == "cuda"
+        self.to(device)
+        if self.channels_last:
+            self.to(memory_format=torch.channels_last)
+        return self
+
+    def laid_out(self, images: Tensor) -> Tensor:
+        """Converts images or feature maps to the memory layout of this network."""
+        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images
+
+    def forward(self, images: Tensor) -> Output:
+        """Computes embedding and logits of normalised images."""
+        embedding = self.bottleneck(self.features(images))
+        return Output(embedding, scores(embedding, self.prototypes))
+
+    def features(self, images: Tensor) -> Tensor:
+        """Computes the backbone's features of normalised images, in single precision."""
+        images = self.laid_out(images)
+        if self.precision != "bf16":
+            return cast(Tensor, self.backbone(images))
+        # No autocast cache: a captured step must convert the weights in every replay.
+        with torch.autocast(images.device.type, torch.bfloat16, cache_enabled=False):
+            features: Tensor = self.backbone(images)
+        return features.float()
+
+    if TYPE_CHECKING:
+
+        def __call__(self, images: Tensor) -> Output:
+            """Adds the types that ``nn.Module`` lacks."""
+
+    def use_generator(self, generator: torch.Generator) -> None:
+        """Makes all channel dropout draw from ``generator``."""
+        for module in self.modules():
+            if isinstance(module, ChannelDropout):
+                module.generator = generator
+
+    def frozen_copy(self) -> Network:
+        """Copies the network in evaluation mode, without gradients."""
+        return deepcopy(self).eval().requires_grad_(False)
+
+
+def check_two_layers(config: NetworkConfig, method: str) -> None:
+    """Raises a ConfigError unless the bottleneck has the two layers that some methods reach into."""
+    if config.bottleneck != "two":
+        raise ConfigError(f"{method} needs a bottleneck of two layers: leave network.bottleneck at its default.")
+
+
+def _two_layers(features: int, config: NetworkConfig) -> nn.Sequential:
+    first, last = _WideLinear(features, config.hidden), nn.Linear(config.hidden, config.dim)
+    return _Bottleneck(first, BatchNorm1d(config.hidden), nn.ReLU(), last)
+
+
+def _one_layer(features: int, config: NetworkConfig) -> nn.Sequential:
+    dropout = ChannelDropout(_DROPOUT if config.backbone == "dtn" else 0.0)
+    return _OneLayer(_WideLinear(features, config.dim), BatchNorm1d(config.dim), dropout)

@@ -1,1 +1,0 @@
-"""The mathematics the methods share: tensors in, tensors out."""

@@ -1,1 +1,0 @@
-"""Tables, plots and pages made only from what runs left on disk."""

@@ -1,0 +1,7 @@
+"""One run and its directory: request, plan, stages, journal, states, results.
+
+Imports everything below it; knows nothing of several runs.
+"""
+
+DEFAULT_PRESET = "official"
+SAVE_EVERY = 120.0  # seconds between checkpoints within a stage

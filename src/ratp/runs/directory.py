@@ -1,0 +1,330 @@
+"""A run's directory: whether a folder can serve as one, and how its files are written.
+
+:mod:`ratp.runs.record` lists the files. The state after the last finished stage is authoritative
+(:mod:`ratp.runs.states`); config, matrix and journal are brought in line with it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ratp._core.environment import Precision, changes
+from ratp._core.files import (
+    CONFIG,
+    ENVIRONMENT,
+    FEATURES,
+    JOURNAL,
+    MATRIX,
+    SAMPLES,
+    WEIGHTS,
+    LostFileError,
+    NewerFileError,
+    is_whole,
+    read_bytes,
+    read_json,
+    remove_leftovers,
+    safe_name,
+    write_bytes,
+    write_json,
+    write_tensors,
+    write_text,
+    writing,
+)
+from ratp.data.domain import UnlabelledDomain
+from ratp.errors import RunDirectoryError
+from ratp.evaluation.matrix import Matrix
+from ratp.runs.differences import describe_differences
+from ratp.runs.record import files_in, fingerprint_of, holds_others, read_journal, with_advice
+from ratp.runs.states import Checkpoints, Stage, State, States
+from ratp.streams.stream import Stream
+from ratp.training.method import Method
+
+SAMPLE_COUNT = 10
+
+
+def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a folder that holds anything but this run, before anything is written to it."""
+    if not prepare_folder(folder):
+        return
+    try:
+        there = CONFIG.read(read_json(folder / "config.json"), folder / "config.json")
+    except NewerFileError:
+        raise
+    except RunDirectoryError as error:
+        raise with_advice(error) from error
+    if "fingerprint" not in there or "method" not in there:
+        raise RunDirectoryError(
+            f"{folder} holds a config.json that ratp did not write. Choose another folder with --out."
+        )
+    if there["fingerprint"] != config["fingerprint"] and not _only_method_file_edited(folder, there, config):
+        raise RunDirectoryError(f"{folder} holds another run. {describe_differences(folder, there, config)}")
+
+
+def _only_method_file_edited(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether the run differs in its method's file alone and has saved nothing yet, so that it can start over."""
+    if None in (there.get("method_file"), here["method_file"]):
+        return False
+    if fingerprint_of({**there, "method_file": here["method_file"]}) != here["fingerprint"]:
+        return False
+    saved = [path for name in ("state", "checkpoint", "weights") for path in folder.glob(f"{name}*.safetensors")]
+    try:
+        return not saved and read_json(folder / "matrix.json").get("accuracy") == []
+    except RunDirectoryError:
+        return False
+
+
+def prepare_folder(folder: Path) -> bool:
+    """Creates a folder if needed and returns whether it holds a run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        present = files_in(folder)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
+        ) from error
+    if present and "config.json" not in present:
+        raise RunDirectoryError(
+            f"{holds_others(folder, present)} and no run. Choose an empty or new folder with --out."
+        )
+    return bool(present)
+
+
+class Journal:
+    """The journal of a run, ``journal.jsonl``: one line per event."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.jsonl"
+
+    def note(self, event: str, **values: Any) -> None:
+        """Appends an event that happens now."""
+        self.append(self.now(event, **values))
+
+    @staticmethod
+    def now(event: str, **values: Any) -> dict[str, Any]:
+        """Returns an event with the present time."""
+        return {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Appends an event."""
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(event))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Reads all events."""
+        return read_journal(self.path)
+
+    def of_stage(self, stage: int) -> list[Mapping[str, Any]]:
+        """Reads the events of a stage."""
+        return [event for event in self.events() if event.get("stage") == stage]
+
+    def finished(self) -> list[dict[str, Any]]:
+        """Reads the ``stage_finished`` events."""
+        return [event for event in self.events() if event["event"] == "stage_finished"]
+
+    def before(self, stage: int) -> list[dict[str, Any]]:
+        """Reads the events before a stage began."""
+        return [event for event in self.events() if event.get("stage", -1) < stage]
+
+    def rewrite(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Replaces all events."""
+        write_text(self.path, "".join(map(_line, events)))
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    return json.dumps(JOURNAL.marked(event), allow_nan=False) + "\n"
+
+
+@final
+class RunFiles:
+    """The files of a run's directory, for the holder of its lock.
+
+    Args:
+        folder: The directory.
+        config: The contents of ``config.json``.
+        save_every: Seconds between two checkpoints within a stage; None disables them.
+
+    Attributes:
+        journal: The events so far.
+        states: The method after the last finished stage and after the one before.
+        checkpoints: Snapshots within the current stage.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], save_every: float | None) -> None:
+        self._folder, self._config = folder, config
+        self._weights = folder / "weights.safetensors"
+        self.journal = Journal(folder)
+        self.states = States(folder, config["fingerprint"], config.get("after", {}).get("stages", 0))
+        self.checkpoints = Checkpoints(folder, config["fingerprint"], save_every)
+
+    def find_state(self) -> tuple[State | None, str]:
+        """Removes temporary files of killed writers and finds the state, as :meth:`States.find` does."""
+        remove_leftovers(self._folder)
+        return self.states.find()
+
+    def begin(self, matrix: Matrix, environment: Mapping[str, Any]) -> None:
+        """Writes the first files of a new run."""
+        write_json(self._folder / "config.json", self._config)  # first, because it marks the folder as a run
+        write_json(self._folder / "environment.json", ENVIRONMENT.marked(environment))
+        self._write_matrix(matrix)
+        self.journal.rewrite(())
+
+    def take_over(self, state: State, matrix: Matrix, journal: Iterable[Mapping[str, Any]]) -> State:
+        """Starts the directory from another run's last state; writes the state last, because it is authoritative.
+
+        Args:
+            state: The other run's last state.
+            matrix: Its accuracies, extended by the domains of this run.
+            journal: The first events of this run's journal.
+
+        Returns:
+            The state as this run has saved it.
+        """
+        self.journal.rewrite(journal)
+        self.states.go_back(None)
+        self.states.save(state.tensors, matrix, state.finished)
+        return self.states.latest()
+
+    def bring_in_line(self, matrix: Matrix, finished: Sequence[Mapping[str, Any]]) -> str:
+        """Makes config, matrix and journal agree with the state.
+
+        Args:
+            matrix: Accuracies of the finished stages.
+            finished: Their ``stage_finished`` events.
+
+        Returns:
+            What is wrong with the journal, if it is lost; it is then rewritten from ``finished``.
+        """
+        if fingerprint_of(read_json(self._folder / "config.json")) != self._config["fingerprint"]:
+            write_json(self._folder / "config.json", self._config)
+        self._write_matrix(matrix)
+        try:
+            kept = self.journal.before(matrix.stages)
+        except LostFileError as error:
+            self.journal.rewrite(finished)
+            self.journal.note("journal_lost", what=str(error))
+            return str(error)
+        known = sum(event["event"] == "stage_finished" for event in kept)
+        self.journal.rewrite([*kept, *finished[known:]])
+        return ""
+
+    def go_back(self, state: State | None, stages: int, results: Iterable[Path]) -> None:
+        """Makes an earlier state the latest one and removes what came after it.
+
+        Args:
+            state: The state; None if there is none left.
+            stages: Number of stages finished at that state.
+            results: Files beside the weights that a finished run has.
+        """
+        with writing(self._folder):
+            for path in (self._weights, *results):
+                path.unlink(missing_ok=True)
+        if next(self.checkpoints.found(stages), None) is None:
+            self.checkpoints.remove()
+        self.states.go_back(state)
+
+    def environment_changes(self, now: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Compares the environment with the one the run began in; records the present one if that file is lost."""
+        path = self._folder / "environment.json"
+        try:
+            return changes(ENVIRONMENT.read(read_json(path), path), now)
+        except NewerFileError:
+            raise
+        except RunDirectoryError:
+            write_json(path, ENVIRONMENT.marked(now))
+            return {}
+
+    def begin_stage(self, work: Stage, domain: str) -> None:
+        """Notes the start of a stage, or restores the events it had logged before an interruption."""
+        if work.done:
+            for event in work.events:
+                self.journal.append(event)
+            self.journal.note("stage_resumed", stage=work.number, domain=domain, done=work.done)
+        else:
+            self.journal.note("stage_started", stage=work.number, domain=domain, images=work.images, steps=work.total)
+
+    def save_checkpoint(self, work: Stage, seconds: float) -> None:
+        """Saves the progress of a stage that has taken ``seconds`` in this process."""
+        self.checkpoints.save(work.checkpoint(seconds, self.journal.of_stage(work.number)))
+
+    def lose_numbers(self, stage: int, domain: str, what: str, precision: Precision) -> None:
+        """Notes non-finite numbers in a stage, in place of the events it had logged."""
+        self.journal.rewrite(self.journal.before(stage))
+        self.journal.note("numbers_lost", stage=stage, domain=domain, what=what, precision=precision)
+
+    def finish_stage(self, tensors: Mapping[str, Tensor], matrix: Matrix, event: Mapping[str, Any]) -> None:
+        """Saves a finished stage; writes the state first, because it is authoritative.
+
+        Args:
+            tensors: The state of the method.
+            matrix: Accuracies of the stages so far.
+            event: The ``stage_finished`` event.
+        """
+        self.states.save(tensors, matrix, [*self.journal.finished(), event])
+        self._write_matrix(matrix)
+        self.journal.append(event)
+
+    def batch(self, stage: int) -> Path:
+        """Returns the path for the batch at which the numbers of a stage became non-finite."""
+        return self._folder / f"bad-batch-{stage}.json"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the final network is saved and undamaged."""
+        return is_whole(self._weights)
+
+    def write_weights(self, network: Mapping[str, Tensor], classes: Sequence[str]) -> None:
+        """Saves the final network."""
+        about = {"fingerprint": self._config["fingerprint"], "classes": list(classes)}
+        write_tensors(self._weights, network, WEIGHTS.marked(about))
+
+    def settle(self) -> None:
+        """Notes the end of the run, once, and removes the files that only an unfinished run needs."""
+        if [event["event"] for event in self.journal.events()[-1:]] != ["run_finished"]:
+            self.journal.note("run_finished")
+        self.states.settle()
+        self.checkpoints.remove()
+
+    def save_samples(self, method: Method, stream: Stream, device: torch.device) -> None:
+        """Saves a few source images and what the method turns them into, if it augments images."""
+        images = stream.source.images
+        spread = torch.linspace(0, len(images) - 1, min(len(images), SAMPLE_COUNT)).long()  # images come class by class
+        images = images[spread]
+        shown = method.show(images, torch.Generator(device).manual_seed(0))
+        if shown:
+            write_tensors(self._folder / "samples.safetensors", {"original": images, **shown}, SAMPLES.mark)
+
+    def save_features(self, found: Mapping[str, Tensor], stream: Stream, stage: int) -> None:
+        """Saves the embeddings of some test images after a stage, if there are any."""
+        if found:
+            about = {"domains": list(stream.order), "classes": list(stream.classes), "stage": stage}
+            write_tensors(self._folder / f"features-{stage}.safetensors", found, FEATURES.marked(about))
+
+    def copy_features(self, files: Iterable[Path]) -> None:
+        """Copies the embeddings that another run has saved."""
+        for path in files:
+            write_bytes(self._folder / path.name, read_bytes(path))
+
+    def _write_matrix(self, matrix: Matrix) -> None:
+        write_json(self._folder / "matrix.json", MATRIX.marked(matrix.to_json()))
+
+
+def prediction_files(stream: Stream, folder: Path) -> dict[Path, UnlabelledDomain]:
+    """Returns the unlabelled domains by the path of their predictions."""
+    found: dict[Path, UnlabelledDomain] = {}
+    names: list[str] = []
+    for domain in stream.unlabelled:
+        plain = name = safe_name(domain.name)
+        again = 1
+        while name.lower() in names:  # some file systems ignore case
+            again += 1
+            name = f"{plain}-{again}"
+        names.append(name.lower())
+        found[folder / f"predictions-{name}.csv"] = domain
+    return found

@@ -1,0 +1,398 @@
+"""Resolves a request into a plan with every value spelled out, or reports all mistakes at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ratp import __version__
+from ratp._core.environment import Precision, Randomness, describe_environment, find_device, find_precision
+from ratp._core.files import CONFIG
+from ratp.config import as_dict, decisive, override
+from ratp.data.cache.folder import cache_folder
+from ratp.errors import ConfigError, RatpError, unknown
+from ratp.guard.watch import ACT, MODES, Mode
+from ratp.methods import METHODS, find_method
+from ratp.methods.custom import file_hash
+from ratp.networks.backbones import is_pretrained
+from ratp.networks.weights import Weights, find_weights
+from ratp.runs import DEFAULT_PRESET
+from ratp.runs.record import RunRecord, fingerprint_of
+from ratp.runs.request import RunRequest, check_types
+from ratp.streams import FOLDERS, STREAMS, find_stream
+from ratp.streams.folders import from_paths, without_labels
+from ratp.streams.stream import DataOptions, Domain, LoadedDomain, Stream, StreamSpec, make_stream, parse_order
+from ratp.training.method import Method, Setting
+from ratp.training.recipe import Recipe, follow_backbone
+from ratp.training.source_cache import SourceModels
+
+T = TypeVar("T")
+NO_WEIGHTS, PUBLISHED = "none", "imagenet"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A resolved request: everything that determines the result.
+
+    Attributes:
+        spec: The stream.
+        order: Codes of its domains in their order of arrival.
+        method: The method's class.
+        config: Its switches.
+        recipe: Sizes shared by all methods on the stream.
+        seed: Seed of everything random.
+        preset: Preset that the switches started from.
+        changed: Switches and sizes that differ from preset and recipe.
+        device: Where to compute.
+        data: How to read images from files.
+        weights_from: Initial weights of the backbone: a file, ``imagenet`` or ``none``.
+        precision: Numerical precision.
+        guard: Whether to judge stages, and whether to undo those that are refused.
+        request: The request it was resolved from, so that another process can resolve it again; None if there is none.
+    """
+
+    spec: StreamSpec
+    order: tuple[str, ...]
+    method: type[Method]
+    config: Any
+    recipe: Recipe
+    seed: int
+    preset: str
+    changed: Mapping[str, Any]
+    device: torch.device
+    data: DataOptions = field(default_factory=DataOptions)
+    weights_from: str = NO_WEIGHTS
+    precision: Precision = "fp32"
+    guard: Mode = "record"
+    request: RunRequest | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def weights(self) -> Weights | None:
+        """Initial weights of the backbone, downloaded on first use if need be; None for random ones."""
+        return (
+            None if self.weights_from == NO_WEIGHTS else find_weights(self.weights_from, self.recipe.network.backbone)
+        )
+
+    @property
+    def weights_known(self) -> str:
+        """The weights as far as known without a download: the sha256 of a file, ``imagenet`` or ``none``."""
+        is_file = self.weights_from not in (NO_WEIGHTS, PUBLISHED)
+        return self.weights.sha256 if is_file and self.weights else self.weights_from
+
+    def prefetch_weights(self) -> None:
+        """Loads the weights now if images have to be read, because decoding them in vain would take long."""
+        if self.spec.places and all(map(os.path.exists, self.spec.places(self.order, self.data).values())):
+            _ = self.weights
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the method comes with this package."""
+        return self.method.__module__.startswith("ratp.methods.")
+
+    @property
+    def method_hash(self) -> str | None:
+        """sha256 of the method's file; None for a built-in method."""
+        return None if self.is_built_in else file_hash(self.method)
+
+    @property
+    def title(self) -> str:
+        """Stream, method and seed, for file names and headings."""
+        return f"{self.spec.name}-{self.method.name}-{self.seed}"
+
+    def on(self, name: str, domains: Sequence[Domain]) -> RunPlan:
+        """Returns the same plan on images in memory; such a run can only be executed in this process.
+
+        Unless the request chose otherwise, the guard acts, as on any images of the user's own.
+
+        Args:
+            name: Name of their stream.
+            domains: The source first, with labels; then the targets as they arrive, with labels or without.
+        """
+        size = self.recipe.size
+        other = [domain for domain in domains if tuple(domain.images.shape[2:]) != (size, size)]
+        if other:
+            height, width = other[0].images.shape[2:]
+            raise ConfigError(
+                f"domain {other[0].name!r} has images of {height}×{width}, the plan of {size}×{size}: resize them, or "
+                f"request another size, e.g. changes={{'size': {height}}}."
+            )
+        order, title = tuple(domain.name for domain in domains), "images in memory"
+        spec = StreamSpec(
+            name=name,
+            title=title,
+            domains=dict.fromkeys(order, title),
+            orders={"default": order},
+            recipe=self.recipe,
+            load=lambda codes, size, options: [LoadedDomain(domain) for domain in domains],
+        )
+        guard = ACT if self.request is not None and self.request.guard == "auto" else self.guard
+        return replace(self, spec=spec, order=order, guard=guard, request=None)
+
+    def load_stream(self) -> Stream:
+        """Loads the domains."""
+        domains = self.spec.load(self.order, self.recipe.size, self.data)
+        return make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
+
+    def build_method(self, stream: Stream, models: SourceModels | None = None) -> Method:
+        """Builds the untrained method, which may reuse source networks of other runs."""
+        setting = Setting(
+            self.recipe,
+            stream.classes,
+            stream.image_size,
+            Randomness(self.seed),
+            self.device,
+            self.weights,
+            self.precision,
+            models,
+        )
+        return self.method(setting, self.config)
+
+    def source_models(self, stream: Stream) -> SourceModels | None:
+        """Returns the cache of source networks; None for a custom method, whose code may differ."""
+        if not self.is_built_in:
+            return None
+        about = {
+            "seed": self.seed,
+            "recipe": as_dict(self.recipe),
+            "classes": list(stream.classes),
+            "source": stream.fingerprints[stream.order[0]],
+            "weights": self.weights.sha256 if self.weights else None,
+            "device": describe_environment(self.device, self.precision),
+        }
+        return SourceModels(cache_folder() / "source-models", about)
+
+    def decisions(self) -> dict[str, Any]:
+        """Everything that determines the result but for images and weights, as plain data."""
+        acting = {"guard": ACT} if self.guard == ACT else {}
+        return {
+            "stream": self.spec.name,
+            "order": list(self.order),
+            "method": self.method.name,
+            "method_file": self.method_hash,
+            "seed": self.seed,
+            "recipe": decisive(self.recipe),
+            "switches": decisive(self.config),
+            **acting,
+        }
+
+    def digest(self) -> str:
+        """Hashes the decisions and the weights, for a folder's name.
+
+        It ignores where files lie, and the guard if it is in the stream's default mode.
+        """
+        decisions = {name: value for name, value in self.decisions().items() if name != "guard"}
+        acts, by_default = (mode == ACT for mode in (self.guard, _default_guard(self.spec)))
+        guard = {"guard": acts} if acts != by_default else {}
+        bare = [code for code in self.order if code in self.spec.unlabelled]
+        unlabelled = {"unlabelled": bare} if bare else {}  # in config.json the hashes of the images imply it
+        text = json.dumps(decisions | {"weights": self.weights_known} | guard | unlabelled, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self, stream: Stream, after: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the contents of ``config.json``, with a hash of decisions, images and weights.
+
+        Args:
+            stream: The images.
+            after: Fingerprint and stages of the run it continues, if any.
+        """
+        decisions = self.decisions() | ({"after": dict(after)} if after else {})
+        decisions |= {
+            "classes": list(stream.classes),
+            "data": dict(stream.fingerprints),
+            "weights": self.weights.sha256 if self.weights else None,
+        }
+        about = {
+            **CONFIG.mark,
+            "ratp": __version__,
+            "preset": self.preset,
+            "changed": dict(self.changed),
+            "origins": dict(stream.origins),
+            "notes": list(stream.notes),
+            "weights_name": self.weights.name if self.weights else None,
+            "evaluation_statistics": self.method.evaluation_statistics(self.config),
+            "uses_target_labels": self.method.uses_target_labels(self.config),
+        }
+        return {**about, **decisions, "fingerprint": fingerprint_of(decisions)}
+
+
+def resolve(request: RunRequest) -> RunPlan:
+    """Checks a request and fills in every value."""
+    check_types(request)
+    problems: list[str] = []
+
+    def attempt(function: Callable[[], T]) -> T | None:
+        try:
+            return function()
+        except RatpError as error:
+            problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
+            return None
+
+    spec = attempt(lambda: _find_stream(request))
+    method = attempt(lambda: find_method(request.method))
+    seed = attempt(lambda: _parse_seed(request.seed))
+    device = attempt(lambda: find_device(request.device))
+    precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
+    guard = attempt(lambda: _find_guard(request.guard, spec))
+    order = attempt(lambda: parse_order(request.order, spec, subset=request.subset)) if spec else None
+    source = spec.orders["default"][0] if spec and request.source is not None else None
+    if order and source is not None and order[0] != source:
+        problems.append(f"the order begins with {order[0]!r}, and the source is {source!r}: name the other one as it.")
+    if spec and order and order[0] in spec.unlabelled:
+        problems.append(f"the source {order[0]!r} needs its labels: only targets can be unlabelled.")
+    base = attempt(lambda: preset_config(method, request.preset)) if method else None
+    if not method:
+        attempt(lambda: _check_preset(request.preset))
+    # To report all mistakes at once, an unknown method must not hide misspelt switches: look them up in all methods.
+    possible = [base] if base is not None else [m.config_type() for m in ([method] if method else METHODS.values())]
+    sizes = spec.recipe if spec else Recipe()
+    default_backbone = sizes.network.backbone
+    backbone = str(request.changes.get("network.backbone", default_backbone)).strip()
+    if method and base is not None and is_pretrained(backbone):
+        base = override(base, method.large)
+        possible = [base]
+    if spec and method and (values := method.stream_values.get((spec.values or spec.name, request.preset))):
+        sizes, base = _change(sizes, possible, values)
+        possible = [base]
+    sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
+    changed = attempt(lambda: _change(sizes, possible, request.changes))
+    backbone = (changed[0] if changed else sizes).network.backbone
+    weights = _weights_from(request.weights, backbone)
+    if weights not in (NO_WEIGHTS, PUBLISHED):  # check a file now; a download can wait for the run
+        attempt(lambda: find_weights(weights, backbone))
+    if problems:
+        raise ConfigError(problems)
+    assert spec and method and order and changed and device and precision and guard and seed is not None
+    recipe, config = changed
+    before, after = as_dict(sizes) | as_dict(base), as_dict(recipe) | as_dict(config)
+    before["network.backbone"] = default_backbone  # the backbone counts as changed; what follows from it does not
+    return RunPlan(
+        spec=spec,
+        order=order,
+        method=method,
+        config=config,
+        recipe=recipe,
+        seed=seed,
+        preset=request.preset,
+        changed={name: value for name, value in after.items() if value != before[name]},
+        device=device,
+        data=request.data,
+        weights_from=weights,
+        precision=precision,
+        guard=guard,
+        request=request,
+    )
+
+
+def with_current_defaults(record: RunRecord) -> RunRecord:
+    """Returns a run with ``changed`` relative to the present defaults, not to those of its time.
+
+    The record stays as it is if its method or stream is not built in, or if a switch of it no longer exists.
+    """
+    config = record.config
+    method, stream = record.method, config["stream"]
+    if method not in METHODS or stream not in STREAMS or config.get("method_file") is not None:
+        return record
+    try:
+        values = {**config["recipe"], **config["switches"]}
+        request = RunRequest(
+            stream, method, preset=config["preset"], changes=values, device="cpu", weights=NO_WEIGHTS, precision="fp32"
+        )
+        return replace(record, differing=resolve(request).changed)
+    except (ConfigError, KeyError, TypeError):
+        return record
+
+
+def _default_guard(spec: StreamSpec) -> Mode:
+    """The guard acts on a user's own images and only records on built-in streams, so that it changes no result."""
+    return ACT if spec.values == FOLDERS else "record"
+
+
+def _find_guard(name: str, spec: StreamSpec | None) -> Mode:
+    if name == "auto":
+        return _default_guard(spec) if spec else "record"
+    if (mode := next((mode for mode in MODES if mode == name), None)) is None:
+        raise ConfigError(unknown("guard", name, ("auto", *MODES)))
+    return mode
+
+
+def _find_stream(request: RunRequest) -> StreamSpec:
+    """Finds the stream by name, or builds the one of the given source and targets."""
+    if request.stream == FOLDERS:
+        if request.source is None:
+            raise ConfigError(f"stream {FOLDERS} needs its images: --source DAY --targets RAIN NIGHT")
+        spec = from_paths(Path(request.source), [Path(target) for target in request.targets])
+    elif request.source is not None or request.targets:
+        raise ConfigError(f"a source and targets belong to the stream {FOLDERS}, not to {request.stream!r}.")
+    else:
+        spec = find_stream(request.stream)
+    return without_labels(spec, [str(name) for name in request.unlabelled]) if request.unlabelled else spec
+
+
+def _weights_from(name: str, backbone: str) -> str:
+    """Resolves ``auto`` to the backbone's default, where ``$RATP_WEIGHTS`` replaces published weights."""
+    if name != "auto":
+        return name
+    default = default_weights(backbone)
+    return os.environ.get("RATP_WEIGHTS") or default if default == PUBLISHED else default
+
+
+def default_weights(backbone: str) -> str:
+    """Returns the initial weights that the paper uses: ``none`` for the DTN, ``imagenet`` for larger backbones."""
+    return PUBLISHED if is_pretrained(backbone) else NO_WEIGHTS
+
+
+def _check_preset(preset: str) -> None:
+    known = {DEFAULT_PRESET, *(name for method in METHODS.values() for name in method.presets)}
+    if preset not in known:
+        raise ConfigError(unknown("preset", preset, known))
+
+
+def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any]) -> tuple[Recipe, Any]:
+    """Sets values in the recipe or the switches, whichever has the name."""
+    recipe_names = as_dict(recipe).keys()
+    config = next((c for c in possible if changes.keys() <= {*as_dict(c), *recipe_names}), possible[0])
+    config_names = {name for c in possible for name in as_dict(c)}
+    both = sorted(recipe_names & as_dict(config).keys())
+    if both:
+        raise ConfigError(f"the method's switches {', '.join(both)} have the names of recipe sizes: rename them.")
+    problems = [
+        unknown("switch", n, {*recipe_names, *config_names}) for n in changes if n not in {*recipe_names, *config_names}
+    ]
+    if problems:
+        problems[-1] += " `ratp methods show` and `ratp streams show` list them all."
+    parts = []
+    for part, names in ((recipe, recipe_names), (config, as_dict(config).keys())):
+        try:
+            parts.append(override(part, {n: v for n, v in changes.items() if n in names}))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return parts[0], parts[1]
+
+
+def preset_config(method: type[Method], preset: str) -> Any:
+    """Returns a method's switches under a preset."""
+    if preset not in (DEFAULT_PRESET, *method.presets):
+        raise ConfigError(unknown(f"preset of {method.name}", preset, (DEFAULT_PRESET, *method.presets)))
+    return override(method.config_type(), method.presets.get(preset, {}))
+
+
+def _parse_seed(seed: int | str) -> int:
+    try:
+        if not isinstance(seed, int | str):
+            raise ValueError(seed)
+        value = int(seed)
+    except ValueError as error:
+        raise ConfigError(f"the seed must be a whole number, got {seed!r}; e.g. 2022.") from error
+    if isinstance(seed, bool) or not 0 <= value < 2**63:
+        raise ConfigError(f"the seed must lie in 0..2^63−1, got {seed!r}; e.g. 2022.")
+    return value

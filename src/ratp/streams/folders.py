@@ -1,0 +1,237 @@
+"""Streams of a user's own images: from paths, from a folder of domains, or from a TOML file.
+
+The TOML file::
+
+    name = "yard"                        # default: the file's name
+    order = ["day", "rain", "night"]     # the source first
+
+    [domains]                            # folders or zips, relative to the file
+    day = "pictures/day"
+    rain = "rain.zip"
+    night = { path = "night", unlabelled = true }   # its folders are not classes
+
+    [recipe]                             # optional; `ratp streams show` lists the names
+    size = 96
+    network.backbone = "resnet18"
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ratp._core.toml import flat, read_toml
+from ratp.config import override
+from ratp.data.read.layout import classes_in
+from ratp.data.read.listing import is_clutter
+from ratp.errors import ConfigError, unknown
+from ratp.streams.benchmarks import PACS
+from ratp.streams.catalogue import FOLDERS
+from ratp.streams.files import load_domains, some
+from ratp.streams.stream import DataOptions, LoadedDomain, StreamSpec
+from ratp.training.recipe import Recipe, follow_backbone
+
+# Photographs and drawings at 224 pixels, a pretrained ResNet-50: what the paper does on PACS.
+RECIPE = PACS.recipe
+_KEYS = ("name", "order", "domains", "recipe")
+_OF_A_DOMAIN = ("path", "unlabelled")
+
+
+def from_paths(source: Path, targets: Sequence[Path]) -> StreamSpec:
+    """Builds a stream from a source and targets in their order of arrival, each a folder or a zip."""
+    if not targets:
+        raise ConfigError("a stream needs at least one target: --targets RAIN NIGHT")
+    paths = [source, *targets]
+    again = _twice(paths)
+    if again:
+        raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
+    return _spec(FOLDERS, dict(zip(_names(paths), paths, strict=True)), order=None, recipe=RECIPE)
+
+
+def from_root(root: Path) -> StreamSpec:
+    """Builds the stream of all domains in a folder; the user must give the order."""
+    try:
+        classes = classes_in(root)
+        found = sorted(
+            path
+            for path in root.iterdir()
+            if not is_clutter(path.name) and (path.is_dir() or path.suffix.lower() == ".zip")
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot read the folder {root}: {error.strerror or error}.") from error
+    if classes:
+        raise ConfigError(
+            f"{root} looks like one domain, with a folder for each of its classes ({some(classes)}), and a stream is a "
+            f"source and its targets: {FOLDERS} --source {shlex.quote(str(root))} --targets RAIN NIGHT"
+        )
+    if len(found) < 2:
+        raise ConfigError(
+            f"{root} holds {len(found)} folder(s) or zip(s): a stream needs a source and at least one target."
+        )
+    paths = dict(zip(_names(found), found, strict=True))
+    name = _name(root) or FOLDERS
+    return replace(_spec(name, paths, order=None, recipe=RECIPE), needs_order=True)
+
+
+def without_labels(spec: StreamSpec, asked: Sequence[str]) -> StreamSpec:
+    """Returns the stream with some domains read without labels; their folders are not classes.
+
+    Args:
+        spec: A stream of the user's own images.
+        asked: Names or paths of the domains.
+    """
+    if not asked:
+        return spec
+    if spec.values != FOLDERS:
+        raise ConfigError(f"--unlabelled is for targets of your own images; {spec.name} comes with its labels.")
+    places = {os.path.realpath(place): code for code, place in spec.domains.items() if "\0" not in place}
+    codes, problems = set(spec.unlabelled), []
+    for name in asked:
+        code = name if name in spec.domains else places.get(os.path.realpath(name.replace("\0", "")))
+        if code is None or not name:
+            problems.append(unknown("target in --unlabelled:", name, spec.domains))
+        else:
+            codes.add(code)
+    if problems:
+        raise ConfigError(problems)
+    paths = {code: Path(place) for code, place in spec.domains.items()}
+    made = _spec(spec.name, paths, order=spec.orders["default"], recipe=spec.recipe, unlabelled=frozenset(codes))
+    return replace(made, needs_order=spec.needs_order)
+
+
+def from_file(path: Path) -> StreamSpec:
+    """Builds the stream that a TOML file describes."""
+    data = read_toml(path, "stream file")
+    problems = [unknown(f"key in {path.name}", key, _KEYS) for key in data if key not in _KEYS]
+    domains, order, name, recipe = (data.get(key) for key in ("domains", "order", "name", "recipe"))
+    known = domains if isinstance(domains, dict) else {}
+    if len(known) < 2:
+        problems.append(
+            f"{path.name}: [domains] must name at least two folders or zips, e.g. day = 'pictures/day', or "
+            "day = { path = 'pictures/day', unlabelled = true }."
+        )
+    places, unlabelled = _places(path.name, known, problems)
+    if not isinstance(order, list) or not all(isinstance(item, str) for item in order) or len(order) < 2:
+        problems.append(f"{path.name}: order must list at least two domains, the source first, e.g. ['day', 'night'].")
+    elif isinstance(domains, dict):
+        problems += [
+            unknown(f"domain in the order of {path.name}:", item, domains) for item in order if item not in domains
+        ]
+        problems += [f"{path.name}: the order names {n!r} twice." for n, c in Counter(order).items() if c > 1]
+    if name is not None and (not isinstance(name, str) or not name.strip()):
+        problems.append(f"{path.name}: name must be a text.")
+    sizes = RECIPE
+    if recipe is not None and not isinstance(recipe, dict):
+        problems.append(f"{path.name}: [recipe] must be a table of values.")
+    elif recipe:
+        sizes, mistakes = _sizes(recipe)
+        problems += [f"{path.name}, [recipe]: {mistake}" for mistake in mistakes]
+    paths = {code: _place(path.parent, place, problems) for code, place in places.items()}
+    problems += [f"{path.name}: two domains lie in {place}." for place in _twice(list(paths.values()))]
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(order, list)
+    return _spec(name or path.stem, paths, order=tuple(order), recipe=sizes, unlabelled=unlabelled)
+
+
+def _sizes(table: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """Returns the recipe with the values of a table, and their mistakes."""
+    values, sizes = flat(table), RECIPE
+    mistakes: list[str] = []
+    for change in (follow_backbone, override):
+        try:
+            sizes = change(sizes, values)
+        except ConfigError as error:
+            mistakes += error.problems
+    return sizes, mistakes
+
+
+def _place(folder: Path, place: str, problems: list[str]) -> Path:
+    """Returns the path of a domain that a file in ``folder`` names; appends to ``problems`` if it is not one."""
+    try:
+        if not place or "\0" in place:
+            raise RuntimeError
+        return folder / Path(place).expanduser()
+    except RuntimeError:  # ~name, and there is no such user
+        problems.append(f"{place!r} is not the path of a folder or a zip.")
+        return Path(place or "''")  # unlike any other
+
+
+def _twice(paths: Sequence[Path]) -> list[str]:
+    """Returns the places that several paths lead to."""
+    places = Counter(os.path.realpath(path) for path in paths if "\0" not in str(path))
+    return [place for place, count in places.items() if count > 1]
+
+
+def _places(file: str, domains: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, str], frozenset[str]]:
+    """Returns the paths of a file's domains and which have no labels; appends mistakes to ``problems``."""
+    tables = {code: given if isinstance(given, dict) else {"path": given} for code, given in domains.items()}
+    wrong = {code: mistakes for code, table in tables.items() if (mistakes := _mistakes(table))}
+    problems += [f"{file}, domain {code!r}: {mistake}" for code, mistakes in wrong.items() for mistake in mistakes]
+    right = {code: table for code, table in tables.items() if code not in wrong}
+    bare = frozenset(code for code, table in right.items() if table.get("unlabelled"))
+    return {code: table["path"] for code, table in right.items()}, bare
+
+
+def _mistakes(table: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the description of a domain."""
+    found = [unknown("key", key, _OF_A_DOMAIN) for key in table if key not in _OF_A_DOMAIN]
+    if "path" not in table and not found:
+        found.append("it needs a path, e.g. path = 'pictures/day'.")
+    if not isinstance(table.get("path", ""), str):
+        found.append(f"its path must be a text, e.g. 'pictures/day', got {table['path']!r}.")
+    if not isinstance(table.get("unlabelled", False), bool):
+        found.append(f"unlabelled must be true or false, without quotes, got {table['unlabelled']!r}.")
+    return found
+
+
+def _spec(
+    name: str,
+    paths: Mapping[str, Path],
+    *,
+    order: tuple[str, ...] | None,
+    recipe: Recipe,
+    unlabelled: frozenset[str] = frozenset(),
+) -> StreamSpec:
+    def places(codes: Sequence[str], options: DataOptions) -> dict[str, Path]:
+        del options
+        return {code: paths[code] for code in codes}
+
+    def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
+        return load_domains(places(codes, options), size, options, unlabelled=unlabelled)
+
+    return StreamSpec(
+        name=name,
+        title="own images",
+        domains={code: str(path) for code, path in paths.items()},
+        orders={"default": order or tuple(paths)},
+        recipe=recipe,
+        load=load,
+        places=places,
+        values=FOLDERS,
+        unlabelled=unlabelled,
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Names every domain after its folder or zip, with the parent folder if two have the same name."""
+    plain = [_name(path) for path in paths]
+    twice = {name for name, count in Counter(plain).items() if count > 1}
+    names = [
+        f"{Path(os.path.realpath(path)).parent.name}/{n}" if n in twice else n
+        for n, path in zip(plain, paths, strict=True)
+    ]
+    again = [name for name, count in Counter(names).items() if count > 1]
+    if again:
+        raise ConfigError(f"two domains would be called {again[0]!r}: give them names in a .toml file.")
+    return names
+
+
+def _name(path: Path) -> str:
+    named = path if path.name not in ("", "..") else Path(os.path.realpath(path))
+    return (named.stem if named.suffix.lower() == ".zip" and not named.is_dir() else named.name) or str(named)

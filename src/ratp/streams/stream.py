@@ -1,0 +1,283 @@
+"""A stream: one labelled source domain, then unlabelled targets in their order of arrival.
+
+Written ``scan>photo>font>street``. Labels of targets are in :attr:`Stream.tests`, which only the evaluator reads, and
+in :attr:`Stream.answers`, for methods that declare that they use target labels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratp._core.environment import Randomness
+from ratp.data.cache.decoded import OnBad
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.errors import ConfigError, unknown
+from ratp.streams.catalogue import StreamInfo
+from ratp.training.recipe import Recipe
+
+SOURCE_TEST_SHARE = 0.2
+
+Domain = LabelledDomain | UnlabelledDomain
+ExtraClasses = Literal["stop", "drop"]
+# Called with a domain's name, the number of its decoded files and that of all its files.
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How to read images from files.
+
+    Attributes:
+        folder: Where the benchmarks lie; by default ``$RATP_DATA``, else ``data`` in the working folder.
+        on_bad: What to do about unusable image files.
+        extra_classes: What to do about classes of a target that the source lacks.
+        progress: Called with a domain's name, the number of its decoded files and that of all its files.
+    """
+
+    folder: Path | None = None
+    on_bad: OnBad = "stop"
+    extra_classes: ExtraClasses = "stop"
+    progress: Report | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDomain:
+    """A domain with its provenance.
+
+    Attributes:
+        domain: Its images, with labels where there are any.
+        origin: How it differs from the published data, e.g. that it was rebuilt.
+        files: File name of every image, if they come from files.
+        notes: What the user should know.
+    """
+
+    domain: Domain
+    origin: str | None = None
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamSpec(StreamInfo):
+    """A stream with all that is needed to load it and train on it.
+
+    Attributes:
+        recipe: Sizes that all methods share on it.
+        load: Loads domains from their codes, the source first, and the side of the images.
+        places: Maps codes to the folders or zips that ``load`` reads; None if it draws its images.
+        values: Name under which methods list their values for the stream; empty for the stream's own name.
+        needs_order: Whether the user must give an order, because there is no natural one.
+        unlabelled: Codes of domains to read without labels, whatever folders they have.
+    """
+
+    recipe: Recipe
+    load: Callable[[Sequence[str], int, DataOptions], list[LoadedDomain]]
+    places: Callable[[Sequence[str], DataOptions], Mapping[str, Path]] | None = None
+    values: str = ""
+    needs_order: bool = False
+    unlabelled: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Domains in their order of arrival.
+
+    Attributes:
+        name: Name of the benchmark it comes from.
+        order: Names of the domains, the source first.
+        source: Training part of the labelled source.
+        targets: Training images of the targets, without labels.
+        tests: Test set of every domain, the source first: for the evaluator only. None for a domain without labels.
+        answers: The training images of the targets with their labels, for oracles only; None for a domain without.
+        fingerprints: By domain, the hash of its files, or of its images and labels if there are no files.
+        origins: By domain, how it differs from the published data.
+        files: File names of the domains without labels.
+        notes: What the user should know about the images.
+    """
+
+    name: str
+    order: tuple[str, ...]
+    source: LabelledDomain
+    targets: tuple[UnlabelledDomain, ...]
+    tests: tuple[LabelledDomain | None, ...]
+    fingerprints: Mapping[str, str]
+    answers: tuple[LabelledDomain | None, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names."""
+        return self.source.classes
+
+    @property
+    def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
+        """The targets without labels."""
+        return tuple(target for target, test in zip(self.targets, self.tests[1:], strict=True) if test is None)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        height, width = self.source.images.shape[2:]
+        return int(height), int(width)
+
+
+def parse_order(asked: str | Sequence[str], spec: StreamSpec, *, subset: bool = False) -> tuple[str, ...]:
+    """Parses an order of domains: its name, its spelling, e.g. ``scan>photo>font>street``, or a list.
+
+    Args:
+        asked: Name of an order of the stream, codes joined by ``>``, ``→`` or commas, or a list of codes.
+        spec: The stream.
+        subset: Whether domains may be left out.
+    """
+    text = asked if isinstance(asked, str) else ">".join(asked)
+    if spec.needs_order and text.strip() == "default":
+        example = ">".join(spec.domains)
+        raise ConfigError(f"give the order in which the domains arrive, the source first, e.g. --order '{example}'.")
+    if text.strip() in spec.orders:
+        return spec.orders[text.strip()]
+    codes = _split(asked, spec) if isinstance(asked, str) else list(asked)
+    example = ">".join(spec.orders["default"])
+    if len(codes) < 2:
+        raise ConfigError(
+            unknown("order", text, spec.orders)
+            + f" Or write the domains one after another, e.g. '{example}', in quotes, because a shell interprets >."
+        )
+    problems = [f"the order {text!r} has an empty place: write e.g. {example!r}."] if "" in codes else []
+    problems += [
+        unknown("domain", code, spec.domains) for code in dict.fromkeys(codes) if code not in spec.domains and code
+    ]
+    problems += [
+        f"the order {text!r} repeats domain {code!r}: each may come once."
+        for code in dict.fromkeys(codes)
+        if code in spec.domains and codes.count(code) > 1
+    ]
+    missing = [code for code in spec.domains if code not in codes]
+    if missing and not subset and not problems:
+        problems.append(
+            f"the order {text!r} leaves out {', '.join(missing)}: name every domain, e.g. {example!r}, "
+            "or allow a subset (--subset; in a study, subset = true)."
+        )
+    if problems:
+        raise ConfigError(problems)
+    return tuple(codes)
+
+
+def _split(text: str, spec: StreamSpec) -> list[str]:
+    """Splits a spelling into codes, also at commas unless a name contains one."""
+    plain = text.replace("→", ">")
+    codes, further = ([code.strip() for code in t.split(">")] for t in (plain, plain.replace(",", ">")))
+    return codes if all(code in spec.domains for code in codes) else further
+
+
+def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, *, hold_out: float = 0.0) -> Stream:
+    """Builds a stream from domains: splits them and removes the labels of the targets.
+
+    A domain with a test part is split by it. Otherwise a fifth of the source, stratified by class, is held out; a
+    target is both trained on (without labels) and tested on as a whole, as in the paper, unless ``hold_out`` is set.
+
+    Args:
+        name: Name of the stream.
+        domains: The source first, with labels; then the targets.
+        seed: Seed of the splits.
+        hold_out: Share of every target to test on and not train on; 0 uses all images for both.
+    """
+    loaded = [item if isinstance(item, LoadedDomain) else LoadedDomain(item) for item in domains]
+    parts = [item.domain for item in loaded]
+    source = _checked(parts)
+    randomness = Randomness(seed)
+    if source.held_out is None:
+        held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
+        source = replace(source, held_out=held_out)
+    train, test = _train_and_test(source)
+    tests: list[LabelledDomain | None] = [test]
+    targets: list[UnlabelledDomain] = []
+    answers: list[LabelledDomain | None] = []
+    for target in parts[1:]:
+        if isinstance(target, UnlabelledDomain):
+            targets.append(target)
+            tests.append(None)
+            answers.append(None)
+            continue
+        if target.held_out is None and hold_out:
+            # independent of the labels, which a target does not have
+            chance = torch.rand(len(target), generator=randomness.generator("target split", target.name))
+            count = round(hold_out * len(target))
+            target = replace(target, held_out=chance.argsort().argsort() < count)
+        seen, test = _train_and_test(target)
+        targets.append(seen.unlabelled())
+        tests.append(test)
+        answers.append(seen)
+    return Stream(
+        name=name,
+        order=tuple(part.name for part in parts),
+        source=train,
+        targets=tuple(targets),
+        tests=tuple(tests),
+        answers=tuple(answers),
+        fingerprints={part.name: part.fingerprint() for part in parts},
+        origins={item.domain.name: item.origin for item in loaded if item.origin},
+        files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
+        notes=tuple(note for item in loaded for note in item.notes),
+    )
+
+
+def _checked(parts: Sequence[Domain]) -> LabelledDomain:
+    """Checks that the domains fit together and returns the source."""
+    if len(parts) < 2:
+        raise ConfigError(f"a stream needs a source and at least one target, got {len(parts)} domain(s).")
+    source, *targets = parts
+    if not isinstance(source, LabelledDomain):
+        raise ConfigError(f"the source {source.name!r} has no labels: put its images into one folder per class.")
+    problems = [
+        f"domain {t.name!r} has other classes than the source {source.name!r}: {', '.join(t.classes)}."
+        for t in targets
+        if isinstance(t, LabelledDomain) and t.classes != source.classes
+    ]
+    problems += [
+        f"domain {t.name!r} has images of {tuple(t.images.shape[2:])}, the source of {tuple(source.images.shape[2:])}."
+        for t in targets
+        if t.images.shape[2:] != source.images.shape[2:]
+    ]
+    problems += [
+        f"two domains are called {name!r}: give each its own name."
+        for name, count in Counter(part.name for part in parts).items()
+        if count > 1
+    ]
+    if len(source.classes) < 2:
+        problems.append(
+            f"the source {source.name!r} has a single class ({source.classes[0]}): there is nothing to classify."
+        )
+    if problems:
+        raise ConfigError(problems)
+    return source
+
+
+def _train_and_test(domain: LabelledDomain) -> tuple[LabelledDomain, LabelledDomain]:
+    if domain.held_out is None:
+        return domain, domain
+    tests = int(domain.held_out.sum())
+    if tests in (0, len(domain)):
+        raise ConfigError(
+            f"domain {domain.name!r} with {len(domain)} images cannot be split: {tests} would be for testing, "
+            f"{len(domain) - tests} for training. Both need at least one; add images to every class."
+        )
+    return domain.subset(~domain.held_out), domain.subset(domain.held_out)
+
+
+def stratified_mask(labels: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Returns a random bool mask that is true for about ``share`` of every class."""
+    mask = torch.zeros(len(labels), dtype=torch.bool)
+    for label in torch.unique(labels):
+        members = (labels == label).nonzero().squeeze(1)
+        shuffled = members[torch.randperm(len(members), generator=generator)]
+        mask[shuffled[: round(share * len(members))]] = True
+    return mask

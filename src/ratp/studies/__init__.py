@@ -1,0 +1,4 @@
+"""Grids of runs, from a TOML file to a set of run directories.
+
+Imports `executors` and what lies below it.
+"""

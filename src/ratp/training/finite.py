@@ -1,0 +1,183 @@
+"""Detects NaN and infinities in training, and finds the batch that caused them.
+
+Losses are summed on the device, and one NaN poisons the sum: it suffices to check means and weights once per epoch and
+before anything is saved. If they are not finite, the stage is repeated from what was saved last, with the same draws,
+and checked after every step of that epoch. Only then, and never while a CUDA graph is captured, are draws logged.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ratp.errors import TrainingError
+from ratp.training.phase import Phase, Progress, Tick, train
+
+_thread = threading.local()
+
+
+@dataclass
+class Draws:
+    """Images that were drawn.
+
+    Attributes:
+        images: Indices in the stage's domain.
+        memory: Indices in the memory.
+    """
+
+    images: list[int] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def logging_draws() -> Iterator[Draws]:
+    """Within the block, logs which images this thread draws."""
+    draws = _thread.draws = Draws()
+    try:
+        yield draws
+    finally:
+        _thread.draws = None
+
+
+def log_draw(places: Tensor, own: int | None = None, among: Tensor | None = None) -> None:
+    """Logs that images were drawn, if this thread logs draws.
+
+    Args:
+        places: Their indices in the domain; from ``own`` on, in the memory.
+        own: Number of images of the domain; None: all indices are of the domain.
+        among: The images of the domain that were drawn from; None: all of them.
+    """
+    draws: Draws | None = getattr(_thread, "draws", None)
+    if draws is None:
+        return
+    drawn = places.tolist()
+    images = [place for place in drawn if own is None or place < own]
+    draws.images += images if among is None else among[images].tolist()
+    draws.memory += [place - own for place in drawn if own is not None and place >= own]
+
+
+class NonFiniteError(TrainingError):
+    """A loss, statistic or weight is not finite.
+
+    Attributes:
+        phase: Number of the phase within its stage.
+        epoch: Epoch of that phase.
+        in_weights: Whether weights are not finite although all losses were.
+    """
+
+    def __init__(self, what: str, phase: int, epoch: int, *, in_weights: bool = False) -> None:
+        super().__init__(what)
+        self.phase, self.epoch, self.in_weights = phase, epoch, in_weights
+
+
+@dataclass(frozen=True)
+class BadBatch:
+    """The batch after which values were not finite.
+
+    Attributes:
+        phase: Name of the phase.
+        epoch: Its epoch, from 0.
+        step: Which step of it, from 0.
+        lost: Losses or weights that were not finite; none if only what was computed from the weights was not.
+        images: Indices of its images in the domain.
+        memory: Indices of its images in the memory.
+    """
+
+    phase: str
+    epoch: int
+    step: int
+    lost: tuple[str, ...]
+    images: tuple[int, ...]
+    memory: tuple[int, ...]
+
+
+def lost_numbers(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str]:
+    """Returns the names of values that are not finite. Waits for the device."""
+    return [name for name, value in values.items() if not math.isfinite(float(value))]
+
+
+def lost_weights(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of tensors with values that are not finite. Waits for their device once."""
+    sound = {name: tensor.isfinite().all() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not sound:
+        return []
+    device = next(iter(sound.values())).device
+    finite = torch.stack([one.to(device) for one in sound.values()]).tolist()
+    return [name for name, is_finite in zip(sound, finite, strict=True) if not is_finite]
+
+
+class WeightWatch:
+    """Watches the weights and statistics of a method's networks within a stage.
+
+    Args:
+        method: Its networks are its attributes; ``state`` may be incomplete until the stage ends.
+    """
+
+    def __init__(self, method: object) -> None:
+        self._method = method
+        self._were_none = set(lost_weights(self._tensors()))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        networks = {name: value for name, value in vars(self._method).items() if isinstance(value, nn.Module)}
+        return {f"{name}.{key}": value for name, one in networks.items() for key, value in one.state_dict().items()}
+
+    def lost(self) -> list[str]:
+        """Returns the names of tensors that have become non-finite since this was made."""
+        return [name for name in lost_weights(self._tensors()) if name not in self._were_none]
+
+    def check(self, progress: Progress) -> None:
+        """Raises a NonFiniteError if there are any."""
+        bad = self.lost()
+        if bad:
+            what = f"{bad[0]} holds non-finite values in epoch {progress.epoch}"
+            raise NonFiniteError(what, progress.phase, progress.epoch, in_weights=True)
+
+
+def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: Progress) -> None:
+    """Raises a NonFiniteError if a mean or statistic of the epoch is not finite."""
+    bad = lost_numbers(values)
+    if bad:
+        what = f"{', '.join(bad)} became {float(values[bad[0]])} in epoch {progress.epoch}"
+        raise NonFiniteError(what, progress.phase, progress.epoch)
+
+
+def find_batch(
+    phases: Sequence[Phase],
+    progress: Progress,
+    error: NonFiniteError,
+    capture: bool,
+    weights: WeightWatch,
+) -> BadBatch | None:
+    """Repeats training to find the batch after which values were not finite; None: all are, this time.
+
+    Args:
+        phases: The phases, in the state that ``progress`` describes.
+        progress: Where to begin.
+        error: What had happened.
+        capture: Whether to capture the steps before that epoch.
+        weights: Watches what is trained.
+    """
+    place = error.phase, error.epoch
+    if (progress.phase, progress.epoch) < place:
+        for moment in train(phases, capture=capture, progress=progress):
+            if (progress.phase, progress.epoch + (isinstance(moment, Tick) and moment.epoch_done)) >= place:
+                break
+    steps = train(phases, progress=progress)
+    while True:
+        with logging_draws() as draws:
+            tick = next(steps, None)
+        if not isinstance(tick, Tick):
+            return None
+        bad = lost_numbers(tick.means) or (weights.lost() if error.in_weights else [])
+        if bad or tick.epoch_done:
+            break
+    if not bad and not error.in_weights:
+        return None
+    about = tick.phase.name, tick.epoch, tick.step - 1, tuple(bad)
+    return BadBatch(*about, tuple(draws.images), tuple(draws.memory))

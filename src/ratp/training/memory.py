@@ -1,0 +1,155 @@
+"""The exemplar memory: a few images of every domain seen, within a fixed capacity, and how they are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratp.functional.numerics import full_precision, in_chunks, ranks_within
+
+Selection = Literal["herding", "nearest"]
+
+# From this many images on, herding compares a shortlist only.
+MANY = 1024
+SHORTLIST = 32
+# Numbers per chunk of features.
+ROOM = 2**24
+
+
+def choose_exemplars(features: Tensor, count: int, selection: Selection) -> Tensor:
+    """Returns positions of at most ``count`` exemplars, most representative first, each once."""
+    features = features.float()
+    count = min(count, len(features))
+    mean = features.mean(dim=0)
+    if selection == "nearest":
+        return _distances(features, mean).argsort(stable=True)[:count]
+    if len(features) >= MANY:
+        with full_precision(features.device):
+            picks, sure = _herd_by_shortlist(features, mean, count)
+        if bool(sure):
+            return picks
+    return _herd(features, mean, count)
+
+
+def _herd(features: Tensor, mean: Tensor, count: int) -> Tensor:
+    """Compares all images for every pick."""
+    taken = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    total = torch.zeros_like(mean)
+    picks = torch.zeros(count, dtype=torch.int64, device=features.device)
+    for step in range(1, count + 1):
+        # argmin_i ‖ μ − (Σ_taken f + f_i)/step ‖
+        pick = _distances(features, mean, total, step).masked_fill(taken, torch.inf).argmin(dim=0, keepdim=True)
+        taken.index_fill_(0, pick, True)
+        total = total + features[pick][0]
+        picks[step - 1 : step] = pick
+    return picks
+
+
+def _herd_by_shortlist(features: Tensor, mean: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the same picks, at one matrix-vector product each, and whether they are certain to be the same.
+
+    With v = step·μ − Σ_taken f, distances are ordered as ‖f_i‖² − 2 v·f_i. The best by this are compared exactly, as
+    rounding may have changed their order; images that no rounding could have made best are not.
+    """
+    taken = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    total = torch.zeros_like(mean)
+    picks = torch.zeros(count, dtype=torch.int64, device=features.device)
+    sure = torch.ones((), dtype=torch.bool, device=features.device)
+    norms = torch.linalg.vector_norm(features, dim=1)
+    squares, longest = norms.square(), norms.amax()
+    for step in range(1, count + 1):
+        v = step * mean - total
+        score = torch.addmv(squares, features, v, alpha=-2).masked_fill_(taken, torch.inf)
+        best = score.topk(SHORTLIST + 1, largest=False)
+        # Both ways err by less than (d + 16·step + 8)·ε·(‖v‖ + max ‖f‖)², and twice that can part them.
+        error = torch.finfo(features.dtype).eps * (features.shape[1] + 16 * step + 8) * (v.norm() + longest).square()
+        sure &= best.values[-1] > best.values[0] + 2 * error
+        shortlist = best.indices[:SHORTLIST].sort().values
+        distance = _distances(features[shortlist], mean, total, step).masked_fill(taken[shortlist], torch.inf)
+        pick = shortlist[distance.argmin(dim=0, keepdim=True)]
+        taken.index_fill_(0, pick, True)
+        total = total + features[pick][0]
+        picks[step - 1 : step] = pick
+    return picks, sure
+
+
+def _distances(features: Tensor, mean: Tensor, total: Tensor | None = None, step: int = 1) -> Tensor:
+    """Squared distances of the class mean from every image, or from the mean of those taken and that image."""
+
+    def of(rows: slice) -> tuple[Tensor]:
+        if total is None:
+            return ((features[rows] - mean).square().sum(dim=1),)
+        return ((mean - (total + features[rows]) / step).square().sum(dim=1),)
+
+    return in_chunks(of, len(features), max(ROOM // max(features.shape[1], 1), 1))[0]
+
+
+class Memory:
+    """At most ``capacity`` images over all domains, shared equally among domains and classes.
+
+    After ``t`` domains each keeps ⌊capacity / (classes · t)⌋ images per class; earlier domains are cut back to their
+    first, most representative ones.
+
+    Attributes:
+        images: uint8, shape (m, 3, height, width).
+        labels: Class of each image as known when it was stored, shape (m,).
+        domains: Index of the domain each image came from, shape (m,).
+        seen: Number of domains added so far.
+    """
+
+    def __init__(self, capacity: int, classes: int, device: torch.device | str = "cpu") -> None:
+        self.capacity = capacity
+        self.classes = classes
+        self.images = torch.zeros(0, 3, 1, 1, dtype=torch.uint8, device=device)
+        self.labels = torch.zeros(0, dtype=torch.int64, device=device)
+        self.domains = torch.zeros(0, dtype=torch.int64, device=device)
+        self.seen = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def quota(self, domains: int) -> int:
+        """Returns images per class and domain when ``domains`` domains share the memory."""
+        return self.capacity // (self.classes * domains)
+
+    def add(self, images: Tensor, labels: Tensor, features: Tensor, selection: Selection) -> None:
+        """Adds the exemplars of one more domain.
+
+        Args:
+            images: All images of the domain, uint8.
+            labels: Their labels or pseudo-labels.
+            features: What exemplars are chosen by, shape (n, d).
+            selection: How they are chosen.
+        """
+        quota = self.quota(self.seen + 1)
+        by_class = labels.argsort(stable=True).split_with_sizes(labels.bincount(minlength=self.classes).tolist())
+        chosen = [
+            members[choose_exemplars(features[members], quota, selection)] for members in by_class if len(members)
+        ]
+        picks = torch.cat(chosen)
+        kept = self._first(quota)
+        new = images[picks]
+        self.images = torch.cat([self.images[kept], new]) if len(kept) else new
+        self.labels = torch.cat([self.labels[kept], labels[picks]])
+        self.domains = torch.cat([self.domains[kept], torch.full_like(picks, self.seen)])
+        self.seen += 1
+
+    def _first(self, quota: int) -> Tensor:
+        """Positions of the first ``quota`` images of every stored domain and class, in order."""
+        return (ranks_within(self.domains * self.classes + self.labels) < quota).nonzero().squeeze(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns everything stored, as tensors."""
+        seen = torch.tensor(self.seen)
+        return {"images": self.images, "labels": self.labels, "domains": self.domains, "seen": seen}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        device = self.labels.device
+        self.images = state["images"].to(device)
+        self.labels = state["labels"].to(device)
+        self.domains = state["domains"].to(device)
+        self.seen = int(state["seen"])

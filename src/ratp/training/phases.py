@@ -1,0 +1,341 @@
+"""Parts that methods share: batches with replay, supervised training, single passes, exemplars, and a base class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ratp._core.state import Stateful
+from ratp.config import as_dict
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.optim import Group, SGDConfig, StageSGD
+from ratp.networks.network import Network, Output
+from ratp.training.finite import log_draw
+from ratp.training.memory import Memory, Selection
+from ratp.training.method import Method, OnlineMethod, Setting, pack, unpack
+from ratp.training.phase import Phase
+from ratp.training.recipe import classify, embed, run_in_chunks
+from ratp.training.source_cache import SharedTraining
+
+
+class Batch(NamedTuple):
+    """A batch of images.
+
+    Attributes:
+        images: Normalised and augmented as the recipe says.
+        labels: Current labels of the domain's images, stored labels of replayed ones.
+        replayed: Which images come from the memory.
+        places: Their indices in the domain; arbitrary for replayed images.
+    """
+
+    images: Tensor
+    labels: Tensor
+    replayed: Tensor
+    places: Tensor
+
+
+class Batches(Stateful):
+    """Draws batches with replacement from a domain, or from the union of a domain and the memory.
+
+    Args:
+        setting: Recipe, randomness and device.
+        kind: Selects the augmentation.
+        stage: Number of the stage; it seeds the generators.
+        images: All training images of the domain, uint8.
+        labels: Their labels, which may change in place between epochs.
+        memory: Exemplars to replay; None: no replay.
+    """
+
+    saved = "labels generators"
+
+    def __init__(
+        self,
+        setting: Setting,
+        kind: Literal["source", "target"],
+        stage: int,
+        images: Tensor,
+        labels: Tensor,
+        memory: Memory | None = None,
+    ) -> None:
+        self.images = images.to(setting.device)
+        self.labels = labels.to(setting.device)
+        self._memory = memory
+        self._inputs = setting.training_inputs(kind)
+        self._places = setting.generator("batches", stage)
+        self._changes = setting.generator("transforms", stage)
+        self.generators = self._places, self._changes
+
+    def draw(self, count: int) -> Batch:
+        """Draws a batch of ``count`` images."""
+        own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
+        place = self._place(own + stored, count)
+        index, replayed = place.clamp(max=own - 1), place >= own
+        log_draw(place, own)
+        images, labels = self.images[index], self.labels[index]
+        if self._memory is not None and stored:
+            kept = (place - own).clamp(min=0)
+            images = torch.where(replayed[:, None, None, None], self._memory.images[kept], images)
+            labels = torch.where(replayed, self._memory.labels[kept], labels)
+        return Batch(self._inputs(images, self._changes), labels, replayed, index)
+
+    def draw_memory(self, memory: Memory, count: int) -> Batch:
+        """Draws a batch of exemplars only, at most as many as there are."""
+        index = self._place(len(memory), min(count, len(memory)))
+        log_draw(index, 0)
+        images = self._inputs(memory.images[index], self._changes)
+        return Batch(images, memory.labels[index], torch.ones_like(index, dtype=torch.bool), index)
+
+    def _place(self, population: int, count: int) -> Tensor:
+        return torch.randint(population, (count,), generator=self._places, device=self.images.device)
+
+
+class SupervisedPhase(Phase):
+    """Trains on a labelled domain by cross-entropy, with SGD.
+
+    If an earlier run has trained the same network, the phase takes it and has no epochs.
+
+    Args:
+        setting: Recipe, randomness and device.
+        network: The network to train.
+        domain: The domain to train on.
+        sgd: Switches of the optimiser.
+        smoothing: ε of label smoothing: targets are (1 − ε)·one-hot + ε/K.
+        groups: Parameters to train, each group with a factor on the rate; None: all of the network.
+        stage: Number of the stage.
+        memory: Exemplars to replay; None: no replay.
+        forward: Passes a batch, possibly with copies of its images, through the network; None: the batch alone.
+        generators: Generators that ``forward`` draws from.
+        finish: Called at the end with the domain on the device; its result is recorded.
+    """
+
+    captures = True
+    saved = "_optimiser"
+
+    def __init__(
+        self,
+        setting: Setting,
+        network: Network,
+        domain: LabelledDomain,
+        sgd: SGDConfig,
+        *,
+        smoothing: float = 0.0,
+        groups: Sequence[Group] | None = None,
+        stage: int = 0,
+        memory: Memory | None = None,
+        forward: Callable[[Tensor], Output] | None = None,
+        generators: Sequence[torch.Generator] = (),
+        finish: Callable[[LabelledDomain], dict[str, float]] | None = None,
+    ) -> None:
+        recipe = setting.recipe
+        self.name: Literal["source", "target"] = "target" if stage else "source"
+        self.epochs, self.steps = recipe.epochs, recipe.steps
+        self._network, self._batch, self._smoothing, self._finish = network, recipe.batch, smoothing, finish
+        self._domain = domain.to(setting.device)
+        self._batches = Batches(setting, self.name, stage, self._domain.images, self._domain.labels, memory)
+        self._dropout = setting.generator("dropout", stage)
+        self._forward = forward or (lambda images: network.train()(images))
+        self.generators = (*self._batches.generators, self._dropout, *generators)
+        trained = [(list(network.parameters()), 1.0)] if groups is None else [(list(g), f) for g, f in groups]
+        self._optimiser = StageSGD(trained, recipe.lr, recipe.epochs, sgd, recipe.steps)
+        models = setting.models if stage == 0 and forward is None else None
+        self._shared = SharedTraining(models, self._describe(sgd, trained), network)
+        if self._shared.is_done:
+            self.epochs = 0
+
+    def _describe(self, sgd: SGDConfig, trained: Sequence[tuple[Sequence[Tensor], float]]) -> dict[str, Any]:
+        """Describes what the trained network depends on besides recipe, seed and source."""
+        names = {id(parameter): name for name, parameter in self._network.named_parameters()}
+        return {
+            "network": str(self._network),
+            "initial": [(name, list(tensor.shape)) for name, tensor in self._network.state_dict().items()],
+            "sgd": as_dict(sgd),
+            "smoothing": self._smoothing,
+            "groups": [([names.get(id(parameter)) for parameter in group], factor) for group, factor in trained],
+            "images": len(self._domain),
+            "kind": type(self).__qualname__,
+        }
+
+    def begin(self) -> None:
+        """Binds dropout to its generator."""
+        self._network.use_generator(self._dropout)
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Sets the learning rate."""
+        return {"lr": self._optimiser.begin_epoch(epoch)}
+
+    def step(self) -> dict[str, Tensor]:
+        """Updates the network once, on a batch drawn with replacement."""
+        batch = self._batches.draw(self._batch)
+        logits = self._forward(batch.images).logits
+        labels = batch.labels.repeat(len(logits) // len(batch.labels))
+        loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
+        self._optimiser.minimise(loss)
+        return {"total": loss}
+
+    def finish(self) -> dict[str, float]:
+        """Shares or takes the trained network, then calls ``finish``."""
+        return self._shared.finish() | (self._finish(self._domain) if self._finish else {})
+
+
+class SinglePass(Phase):
+    """Shows every image of a domain to an online method once, batch by batch in random order.
+
+    Args:
+        method: The method that observes.
+        setting: Recipe, randomness and device.
+        domain: The domain to show.
+        stage: Number of the stage; it seeds the order.
+        finish: Called at the end with the domain's images; its result is recorded.
+    """
+
+    name = "pass"
+    epochs = 1
+    saved = "_next"
+
+    def __init__(
+        self,
+        method: OnlineMethod,
+        setting: Setting,
+        domain: UnlabelledDomain,
+        stage: int,
+        finish: Callable[[Tensor], dict[str, float]] | None = None,
+    ) -> None:
+        self._method, self._finish = method, finish
+        self._images = domain.images.to(setting.device)
+        size = setting.recipe.batch
+        order = torch.randperm(len(self._images), generator=setting.randomness.generator("pass", stage))
+        self._parts = list(torch.split(order.to(setting.device), size))
+        if len(self._parts) > 1 and len(self._parts[-1]) < 2:  # one image has no batch statistics
+            last = self._parts.pop()
+            self._parts[-1] = torch.cat([self._parts[-1], last])
+        self.steps = len(self._parts)
+        self._next = 0
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Goes to the first batch."""
+        del epoch
+        self._next = 0
+        return {}
+
+    def step(self) -> dict[str, Tensor]:
+        """Lets the method observe one batch."""
+        part = self._parts[self._next]
+        log_draw(part)
+        logits = self._method.observe(self._images[part])
+        self._next += 1
+        probabilities = logits.softmax(dim=1)
+        return {"entropy": torch.special.entr(probabilities).sum(dim=1).mean()}
+
+    def finish(self) -> dict[str, float]:
+        """Calls ``finish``."""
+        return self._finish(self._images) if self._finish else {}
+
+
+def embed_all(network: Network, setting: Setting, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns embeddings and softmax of uint8 images, in evaluation mode and without augmentation."""
+
+    def embed_and_classify(inputs: Tensor) -> tuple[Tensor, ...]:
+        output = network(inputs)
+        return output.embedding, output.logits.softmax(dim=1)
+
+    embedding, probabilities = run_in_chunks(network, embed_and_classify, images, setting.scaling())
+    return embedding, probabilities
+
+
+def update_labels_(own: Tensor, labels: Tensor, probabilities: Tensor, *, first: bool) -> dict[str, float]:
+    """Overwrites labels in place, where a captured step reads them; returns statistics to record.
+
+    Args:
+        own: The labels to overwrite.
+        labels: The new labels.
+        probabilities: Predictions of the network, shape (n, classes).
+        first: Whether there were no labels before.
+    """
+    changed = 1.0 if first else (labels != own).float().mean().item()
+    own.copy_(labels)
+    shares = labels.bincount(minlength=probabilities.shape[1]) / len(labels)
+    return {
+        "labels_changed": changed,
+        "labels_as_predicted": (labels == probabilities.argmax(dim=1)).float().mean().item(),
+        "smallest_class": shares.min().item(),
+        "largest_class": shares.max().item(),
+    }
+
+
+def remember(
+    setting: Setting,
+    memory: Memory,
+    network: Network,
+    images: Tensor,
+    labels: Tensor,
+    selection: Selection = "herding",
+    chosen_by: Literal["backbone", "embedding"] = "backbone",
+) -> dict[str, float]:
+    """Puts the exemplars of one more domain into the memory, chosen by features of unit length.
+
+    Args:
+        setting: Provides the scaling of images.
+        memory: Where they go.
+        network: Computes the features.
+        images: All images of the domain, uint8.
+        labels: Their labels or pseudo-labels.
+        selection: How they are chosen.
+        chosen_by: Which features.
+    """
+
+    def features_of(inputs: Tensor) -> tuple[Tensor]:
+        return (network.features(inputs) if chosen_by == "backbone" else network(inputs).embedding,)
+
+    (features,) = run_in_chunks(network, features_of, images, setting.scaling())
+    memory.add(images, labels, F.normalize(features, dim=1), selection)
+    return {"exemplars": float(len(memory))}
+
+
+class NetworkMethod(Method):
+    """Base class of methods with one network and an exemplar memory; a subclass adds the phases.
+
+    Attributes:
+        setting: Recipe, randomness, device and more.
+        config: Its switches.
+        scaling: Turns uint8 images into inputs of the network.
+        network: The network that trains and predicts.
+        memory: The exemplars.
+    """
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        self.setting = setting
+        self.config = config
+        self.scaling = setting.scaling()
+        self.network = setting.network()
+        self.memory = Memory(setting.recipe.memory, len(setting.classes), setting.device)
+
+    @property
+    def stage(self) -> int:
+        """Number of domains the memory has seen."""
+        return self.memory.seen
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Returns logits of uint8 images."""
+        return classify(self.network, images, self.scaling)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Returns embeddings of uint8 images, by running statistics."""
+        return embed(self.network, images, self.scaling)
+
+    def remember(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        """Puts the exemplars of a domain into the memory."""
+        return remember(self.setting, self.memory, self.network, images, labels)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns network and memory."""
+        return pack({"network": self.network.state_dict(), "memory": self.memory.state()})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        parts = unpack(state)
+        self.network.load_state_dict(parts["network"])
+        self.memory.load_state(parts["memory"])

@@ -1,0 +1,62 @@
+"""What of a run is not as usual, by today's defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ratp.evaluation.matrix import Matrix
+from ratp.methods import METHODS
+from ratp.runs.plan import resolve, with_current_defaults
+from ratp.runs.record import RunRecord
+from ratp.runs.request import RunRequest
+
+
+def record(method, changes=None, said=None, config=None):
+    """A run on the demo that says of itself what was changed."""
+    plan = resolve(RunRequest("demo", method, changes=changes or {}, device="cpu"))
+    about = {"preset": "official", "changed": plan.changed if said is None else said, "method_file": None}
+    return RunRecord(Path("run"), {**plan.decisions(), **about, **(config or {})}, {}, Matrix(plan.order), ())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_of_today_stays_what_it_says_it_is(method):
+    for changes in ({}, {"epochs": 3}):
+        found = record(method, changes)
+        assert with_current_defaults(found).label == found.label
+        assert with_current_defaults(found).changed == changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "label"),
+    [
+        ({}, {"eval_bn": "batch"}, "adacon"),
+        ({"eval_bn": "running"}, {}, "adacon (eval_bn=running)"),
+        ({"lr": 0.5, "eval_bn": "running"}, {"lr": 0.5}, "adacon (lr=0.5, eval_bn=running)"),
+    ],
+)
+def test_a_default_that_has_changed_since(changes, said, label):
+    found = record("adacon", changes, said=said)
+    assert with_current_defaults(found).label == label
+    assert with_current_defaults(found).config == found.config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"stream": "folders"},
+        {"stream": "elsewhere"},
+        {"method": "mine"},
+        {"method": "mine.py"},
+        {"method_file": "0" * 64},
+        {"preset": "none"},
+        {"switches": {"eval_bn": "batch", "gone": 1}},
+        {"switches": {"eval_bn": ["batch"]}},
+        {"switches": None},
+        {"recipe": [1]},
+    ],
+)
+def test_what_is_not_known_here_stays_as_it_is(config):
+    found = record("adacon", said={"eval_bn": "batch"}, config=config)
+    assert with_current_defaults(found) is found

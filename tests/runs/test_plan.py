@@ -1,0 +1,668 @@
+"""From a request to a plan with every value spelled out, or to all mistakes at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import textwrap
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
+from ratp._core.environment import find_device
+from ratp.config import as_dict, override, switches
+from ratp.errors import ConfigError, RunDirectoryError
+from ratp.methods import METHODS, find_method
+from ratp.networks.network import Network, NetworkConfig
+from ratp.runs.events import Trained
+from ratp.runs.plan import preset_config, resolve
+from ratp.runs.record import read_run
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
+from ratp.streams import STREAMS, find_stream
+from ratp.streams.stream import make_stream
+from ratp.training.method import Method
+from ratp.training.recipe import Recipe
+
+
+def mistakes(**request):
+    with pytest.raises(ConfigError) as caught:
+        resolve(RunRequest(**request))
+    return caught.value.problems
+
+
+class TestResolving:
+    def test_nothing_asked_for_is_the_demo(self):
+        plan = resolve(RunRequest())
+        assert (plan.spec.name, plan.method.name, plan.seed, plan.preset) == ("demo", "ratp", 2022, "official")
+        assert plan.order == ("scan", "photo", "font", "street")
+        assert plan.recipe == find_stream("demo").recipe
+        assert plan.config == METHODS["ratp"].config_type()
+        assert plan.changed == {}
+
+    def test_what_is_changed_is_changed_and_told(self):
+        plan = resolve(RunRequest(changes={"epochs": "3", "pca.scale": "8", "lr": 0.05, "randmix.tanh": "off"}))
+        assert (plan.recipe.epochs, plan.config.pca.scale, plan.config.randmix.tanh) == (3, 8.0, False)
+        # 0.05 is what the stream has anyway
+        assert plan.changed == {"epochs": 3, "pca.scale": 8.0, "randmix.tanh": False}
+
+    def test_a_preset_is_where_changes_start_from(self):
+        plan = resolve(RunRequest(preset="paper", changes={"sgd.momentum": 0.5}))
+        assert plan.changed == {"sgd.momentum": 0.5}
+        assert plan.config.pca.similarity == "dot"
+
+    @pytest.mark.parametrize(("seed", "value"), [(0, 0), ("7", 7), (" 7 ", 7), (2**63 - 1, 2**63 - 1)])
+    def test_seeds(self, seed, value):
+        assert resolve(RunRequest(seed=seed)).seed == value
+
+    @pytest.mark.parametrize("seed", ["", "x", "1.5", "-1", -1, 2**63, "1e3", True, 2.5])
+    def test_what_is_no_seed(self, seed):
+        (problem,) = mistakes(seed=seed)
+        assert "seed must" in problem
+        assert repr(seed) in problem
+        assert "e.g. 2022" in problem
+
+    def test_an_order_may_be_a_list(self):
+        codes = ["font", "scan", "photo"]
+        for order in (codes, tuple(codes)):
+            assert resolve(RunRequest(order=order, subset=True)).order == tuple(codes)
+        assert resolve(RunRequest(order=["default"])).order == resolve(RunRequest()).order
+
+    @pytest.mark.parametrize("name", [item.name for item in fields(RunRequest)])
+    def test_none_is_the_default(self, name):
+        assert RunRequest(**{name: None}) == RunRequest()
+        assert resolve(RunRequest(**{name: None})).digest() == resolve(RunRequest()).digest()
+
+    def test_paths_and_devices_are_kept_as_texts(self, tmp_path):
+        day, night = tmp_path / "day", tmp_path / "night"
+        request = RunRequest(tmp_path, tmp_path / "my.py", device=torch.device("cpu"), source=day, targets=night)
+        assert (request.stream, request.method, request.device) == (str(tmp_path), f"{tmp_path}/my.py", "cpu")
+        assert (request.source, request.targets) == (str(day), (str(night),))
+        for targets in ([night], iter([night]), str(night)):
+            assert replace(request, targets=targets) == request
+
+    def test_a_plan_loads_its_stream_with_its_own_share_and_seed(self):
+        first, second = (toy_plan(seed=seed, changes={"hold_out": 0.25}).load_stream() for seed in (1, 2))
+        assert [(len(target), len(test)) for target, test in zip(first.targets, first.tests[1:], strict=True)] == [
+            (24, 8),
+            (27, 9),
+        ]
+        assert not torch.equal(first.source.images, second.source.images)
+        assert not torch.equal(first.targets[0].images, second.targets[0].images)
+
+    def test_a_plan_builds_its_method_without_touching_torchs_chance(self):
+        torch.manual_seed(3)
+        before = torch.random.get_rng_state()
+        plan = toy_plan()
+        plan.build_method(plan.load_stream())
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class TestMistakes:
+    def test_all_are_told_at_once(self):
+        """Nothing here keeps another mistake from being seen: whatever can be checked is."""
+        wrong = {"stream": "dmo", "method": "rapt", "preset": "papr", "seed": "x", "device": "gpu"}
+        problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
+        for told in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):
+            assert told in problems
+
+    def test_all_of_a_known_method_on_a_known_stream_are_told(self):
+        changes = {"pca.scal": 1, "epochs": 0, "pca.form": "exact", "r_con": "high"}
+        problems = mistakes(order="scan>scan", seed=-3, device="tpu", changes=changes)
+        assert len(problems) == 7
+        assert all(problem.endswith(".") for problem in problems)
+
+    @pytest.mark.parametrize("wrong", [{"stream": "dmo"}, {"preset": "papr"}, {"method": "rapt"}])
+    def test_a_bad_switch_is_told_beside_another_mistake(self, wrong):
+        problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
+        assert "'pca.scal'" in problems
+        assert "'many'" in problems
+
+    @pytest.mark.parametrize(
+        ("request_", "told"),
+        [
+            ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
+            ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", ", source-only", ".py file"]),
+            ({"method": "source_only"}, ["unknown method 'source_only'", "Did you mean 'source-only'?"]),
+            ({"method": "source-only", "preset": "paper"}, ["preset of source-only 'paper'", "Valid: official"]),
+            ({"preset": "Paper"}, ["preset of ratp 'Paper'", "Did you mean 'paper'?", "Valid: official, paper"]),
+            ({"changes": {"momentum": 1}}, ["unknown switch 'momentum'", "Did you mean 'sgd.momentum'?"]),
+            ({"changes": {"epoch": 1}}, ["unknown switch 'epoch'", "Did you mean 'epochs'?"]),
+            ({"changes": {"pca.form": "stabel"}}, ["pca.form", "'stabel'", "Did you mean 'stable'?", "published, "]),
+            ({"changes": {"batch": 1}}, ["batch must be at least 2, got 1"]),
+            ({"changes": {"batch": 2.5}}, ["batch must be a whole number, got 2.5"]),
+            ({"changes": {"lr": 0}}, ["lr must be above 0, got 0"]),
+            ({"changes": {"lr": "nan"}}, ["lr must be a number, got 'nan'"]),
+            ({"changes": {"strict": "perhaps"}}, ["strict must be true or false, got 'perhaps'"]),
+            ({"changes": {"sgd.momentum": 1}}, ["sgd.momentum must be below 1, got 1"]),
+            ({"changes": {"r_con": 1.5}}, ["r_con must be at most 1, got 1.5"]),
+            ({"changes": {"r_con": -0.1}}, ["r_con must be at least 0, got -0.1"]),
+            ({"changes": {"target_transform.flip": 2}}, ["target_transform.flip must be at most 1, got 2"]),
+            ({"changes": {"source_transform.hue": 1}}, ["source_transform.hue must be at most 0.5, got 1"]),
+            ({"device": "CPU"}, ["unknown device 'CPU'", "Did you mean 'cpu'?"]),
+            ({"device": "mps"}, ["unknown device 'mps'", "Valid: auto, cpu, cuda"]),
+        ],
+    )  # fmt: skip
+    def test_each_is_told_with_what_is_valid(self, request_, told):
+        (problem,) = mistakes(**request_)
+        assert all(words in problem for words in told), problem
+
+    @pytest.mark.parametrize(
+        ("request_", "told"),
+        [
+            ({"stream": 5}, "stream must be a text, e.g. 'demo'; got 5."),
+            ({"method": METHODS["tent"]}, "method must be a name or the path of a .py file"),
+            ({"order": 5}, "order must be a text or a list of texts"),
+            ({"order": (1, 2)}, "got (1, 2)."),
+            ({"preset": 5}, "preset must be a text, e.g. 'official'"),
+            ({"changes": ["epochs=6"]}, "changes must be values by name, e.g. {'epochs': 6}"),
+            ({"device": []}, "device must be a text, e.g. 'auto'"),
+            ({"source": 5, "targets": "night"}, "source must be a path"),
+            ({"source": "day", "targets": 5}, "targets must be a list of paths"),
+            ({"source": "day", "targets": [None]}, "got (None,)."),
+            ({"data": "pictures"}, "data must be DataOptions"),
+            ({"weights": 5}, "weights must be a text"),
+            ({"precision": 32}, "precision must be a text"),
+            ({"guard": False}, "guard must be a text"),
+            ({"order": []}, "unknown order ''"),
+            ({"order": [], "subset": True}, "unknown order ''"),
+            ({"order": ["scan"], "subset": True}, "unknown order 'scan'"),
+            ({"order": ["scan", "scan"], "subset": True}, "repeats domain 'scan'"),
+            ({"order": ["scan", "phto"], "subset": True}, "Did you mean 'photo'?"),
+        ],
+    )
+    def test_what_is_of_a_wrong_kind_is_told_in_a_sentence(self, request_, told):
+        (problem,) = mistakes(**request_)
+        assert told in problem
+
+    def test_a_gpu_that_is_not_here(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        assert find_device("cuda") == torch.device("cuda")
+        with pytest.raises(ConfigError, match=r"'cuda:1' is not available: 1 CUDA device.*cpu or auto"):
+            find_device("cuda:1")
+
+
+class TestNames:
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_recipe_and_switches_share_none(self, method):
+        """Or ``--set`` could not tell which is meant."""
+        assert not as_dict(Recipe()).keys() & as_dict(method.config_type()).keys()
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_every_switch_is_explained(self, method):
+        for switch in [*switches(Recipe()), *switches(method.config_type())]:
+            assert switch.explanation, switch.name
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_no_share_and_no_probability_is_above_one_or_below_zero(self, method):
+        for config in (Recipe(), method.config_type()):
+            for switch in switches(config):
+                told = re.match(r"(τ, )?(mean )?(share|probability|confidence) ", switch.explanation)
+                for value in (-0.1, 1.1) if told else ():
+                    with pytest.raises(ConfigError, match=f"{switch.name} must be .*, got {value}"):
+                        override(config, {switch.name: value})
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_every_method_is_found_under_its_name(self, method):
+        assert METHODS[method.name] is find_method(method.name) is method
+        assert all(isinstance(text, str) and text for text in (method.title, method.family, method.paper))
+
+    @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+    def test_every_preset_and_stream_value_exists(self, method):
+        for preset in ("official", *method.presets):
+            assert isinstance(preset_config(method, preset), method.config_type)
+            for stream in STREAMS:
+                assert isinstance(
+                    resolve(RunRequest(stream, method.name, preset=preset, weights="none")).config, method.config_type
+                )
+        assert {preset for _, preset in method.stream_values} <= {"official", *method.presets}
+
+    def test_a_value_for_one_stream_and_preset_is_no_change_and_can_be_changed(self):
+        plan = resolve(RunRequest(preset="paper"))
+        assert (plan.recipe.lr, plan.changed) == (0.005, {})
+        again = resolve(RunRequest(preset="paper", changes={"lr": 0.01}))
+        assert (again.recipe.lr, again.changed) == (0.01, {"lr": 0.01})
+
+
+class TestFingerprint:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def stream():
+        return make_stream("toy", toy_domains(), 2022)
+
+    def fingerprint(self, plan, stream):
+        return plan.to_json(stream)["fingerprint"]
+
+    @pytest.mark.parametrize("method", sorted(METHODS))
+    def test_every_value_is_in_it(self, method, stream):
+        plan = resolve(RunRequest(method=method, device="cpu"))
+        seen = {self.fingerprint(plan, stream)}
+        values = {s.name: s for part in (plan.recipe, plan.config) for s in switches(part)}
+        for name, switch in values.items():
+            others = switch.kind.removeprefix("one of ").split(", ")
+            if switch.kind == "true or false":
+                other = not switch.value
+            elif switch.kind.startswith("one of "):
+                if len(others) == 1:
+                    continue
+                other = next(o for o in others if o != str(switch.value))
+            elif name == "network.backbone":
+                other = "resnet18"
+            elif isinstance(switch.value, tuple):
+                other = tuple(v + 1 for v in switch.value)
+            elif isinstance(switch.value, int):
+                other = switch.value + 1
+            else:
+                other = switch.value / 2 or 0.25  # some may not reach 1
+            seen.add(
+                self.fingerprint(
+                    resolve(RunRequest(method=method, changes={name: other}, device="cpu", weights="none")), stream
+                )
+            )
+        skipped = sum(s.kind.startswith("one of ") and "," not in s.kind for s in values.values())
+        assert len(seen) == 1 + len(values) - skipped
+
+    def test_seed_order_method_and_images_are_in_it(self, stream):
+        plan = toy_plan()
+        spec = toy_spec(toy_domains())
+        others = [
+            replace(plan, seed=1),
+            replace(plan, order=("ink", "fog", "mud")),
+            replace(plan, spec=replace(spec, name="other")),
+            toy_plan("source-only"),
+        ]
+        prints = {self.fingerprint(p, stream) for p in [plan, *others]}
+        prints.add(self.fingerprint(plan, make_stream("toy", toy_domains(ink=40, mud=32, fog=35), 2022)))
+        assert len(prints) == 6
+
+    def test_device_and_spelling_are_not(self, stream):
+        plan = toy_plan(changes=TINY)
+        assert self.fingerprint(replace(plan, device=torch.device("cuda")), stream) == self.fingerprint(plan, stream)
+        assert self.fingerprint(toy_plan(changes={**TINY, "lr": "5e-2"}), stream) == self.fingerprint(plan, stream)
+        method = METHODS["ratp"]
+        paper = {**method.presets["paper"], **method.stream_values["demo", "paper"]}
+        spelled = resolve(RunRequest(changes=paper, device="cpu"))
+        named = resolve(RunRequest(preset="paper", device="cpu"))
+        assert spelled.digest() == named.digest()
+
+    def test_measuring_is_not(self, tmp_path):
+        assert Run(toy_plan(), tmp_path, probe=True).config == Run(toy_plan(), tmp_path, probe=False).config
+
+    def test_the_config_is_plain_json(self, stream):
+        config = toy_plan().to_json(stream)
+        assert json.loads(json.dumps(config, allow_nan=False)) == config
+
+
+class TestBackbone:
+    """Another feature extractor is run as is usual for it."""
+
+    def recipe(self, stream="demo", **changes):
+        named = {name.replace("__", "."): value for name, value in changes.items()}
+        return resolve(RunRequest(stream, changes=named, weights="none")).recipe
+
+    def test_it_brings_its_sizes_and_scaling(self):
+        recipe = self.recipe(network__backbone="resnet18")
+        assert (recipe.size, recipe.network.width, recipe.network.hidden, recipe.network.dim) == (224, 1, 512, 256)
+        assert recipe.mean == pytest.approx((0.485, 0.456, 0.406))
+        assert recipe.std == pytest.approx((0.229, 0.224, 0.225))
+        back = self.recipe("pacs", network__backbone=" dtn ")
+        assert (back.size, back.network.hidden, back.network.dim) == (32, 256, 128)
+        assert back.mean == back.std == (0.5, 0.5, 0.5)
+
+    def test_the_rest_stays_the_streams(self):
+        plain, other = find_stream("pacs").recipe, self.recipe("pacs", network__backbone="resnet18")
+        assert other == replace(plain, network=replace(plain.network, backbone="resnet18"))
+
+    def test_what_is_asked_for_beside_it_counts(self):
+        recipe = self.recipe(network__backbone="resnet18", size="96", network__dim=9, mean="0,0,0")
+        assert (recipe.size, recipe.network.dim, recipe.network.hidden, recipe.mean) == (96, 9, 512, (0, 0, 0))
+
+    def test_the_streams_own_changes_nothing(self):
+        assert self.recipe(network__backbone="dtn") == find_stream("demo").recipe
+
+    def test_it_is_told_as_a_change_and_what_follows_from_it_is_not(self):
+        """Or a report could not tell its runs from others, nor would they go to a folder of their own."""
+        request = RunRequest("pacs", changes={"network.backbone": "resnet18"}, weights="none")
+        assert resolve(request).changed == {"network.backbone": "resnet18"}
+        request = RunRequest("pacs", changes={"network.backbone": "resnet50"}, weights="none")
+        assert resolve(request).changed == {}
+
+    def test_an_unknown_one_is_told_with_all_other_mistakes(self):
+        changes = {"network.backbone": "resnet81", "epochs": "many", "pca.scal": 1}
+        problems = mistakes(changes=changes, seed="x")
+        assert len(problems) == 4
+        assert any("unknown backbone 'resnet81'. Did you mean 'resnet18'?" in problem for problem in problems)
+
+    @pytest.mark.parametrize("name", ["", "ResNet50", 18, None])
+    def test_what_is_none(self, name):
+        problems = mistakes(changes={"network.backbone": name}, weights="none")
+        assert len(problems) == 1, problems
+
+
+class TestWeights:
+    @pytest.fixture
+    def file(self, tmp_path):
+        def write(name, seed=0):
+            torch.manual_seed(seed)
+            state = Network(NetworkConfig(width=0.05), 10).backbone.state_dict()
+            save_file(state, tmp_path / name)
+            return tmp_path / name
+
+        return write
+
+    def config(self, weights):
+        plan = resolve(RunRequest(changes=TINY, weights=str(weights), device="cpu"))
+        return plan.to_json(make_stream("toy", toy_domains(), 2022))
+
+    def test_their_hash_is_kept_and_counts(self, file):
+        path = file("mine.safetensors")
+        config = self.config(path)
+        assert config["weights"] == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert config["weights_name"] == "mine.safetensors"
+        without = self.config("none")
+        assert (without["weights"], without["weights_name"]) == (None, None)
+        others = {c["fingerprint"] for c in (config, without, self.config(file("other.safetensors", seed=1)))}
+        assert len(others) == 3
+
+    def test_their_name_and_place_do_not(self, file):
+        first = self.config(file("mine.safetensors"))
+        assert self.config(file("renamed.safetensors"))["fingerprint"] == first["fingerprint"]
+
+    def test_a_folder_is_named_by_what_they_are(self, file, monkeypatch):
+        path = file("mine.safetensors")
+        monkeypatch.chdir(path.parent)
+        spellings = (str(path), "mine.safetensors", str(file("renamed.safetensors")))
+        digests = {resolve(RunRequest(changes=TINY, weights=name, device="cpu")).digest() for name in spellings}
+        assert len(digests) == 1
+        file("mine.safetensors", seed=1)
+        assert resolve(RunRequest(changes=TINY, weights="mine.safetensors", device="cpu")).digest() not in digests
+
+    def test_they_are_what_the_method_starts_from(self, file):
+        path = file("mine.safetensors")
+        plan = resolve(RunRequest(changes=TINY, weights=str(path), device="cpu"))
+        method = plan.build_method(make_stream("toy", toy_domains(), 2022))
+        for name, tensor in load_file(path).items():
+            assert torch.equal(method.state()[f"network.backbone.{name}"], tensor)
+
+    def test_digits_start_from_random_numbers_unless_told(self):
+        assert resolve(RunRequest()).weights is None
+
+    @pytest.mark.parametrize(
+        ("weights", "told"), [("imagnet", "Did you mean 'imagenet'?"), ("no.safetensors", "does not exist")]
+    )
+    def test_mistakes(self, weights, told):
+        (problem,) = mistakes(weights=weights)
+        assert told in problem
+
+
+class TestImagesInMemory:
+    def planned(self, domains, **changes):
+        request = RunRequest(stream="digits", method="source-only", device="cpu", changes={**TINY, **changes})
+        return resolve(request).on("mine", domains)
+
+    def test_the_guide_does_what_it_says(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        guide = Path(__file__).parents[2] / "docs" / "your-own-images.md"
+        snippets = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
+        (snippet,) = (text for text in snippets if "ratp.Run(" in text)
+        kernels = '"steps": 1, "randmix.kernel_sizes": "3,5"'  # for the sake of time
+        exec(snippet.replace('"steps": 5', kernels), {})
+        record = read_run(Path("runs/mine"))
+        assert (record.config["stream"], record.matrix.complete) == ("mine", True)
+        assert [math.isnan(value) for value in record.matrix.accuracy[0]] == [False, False, True]
+        assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
+
+    @pytest.mark.parametrize(
+        ("asked", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
+    )
+    def test_they_are_guarded_as_folders_are(self, asked, mode):
+        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **asked))
+        assert plan.guard == asked.get("guard", "record")  # the benchmark's own images
+        assert plan.on("mine", toy_domains()).guard == mode
+        assert plan.on("mine", toy_domains()).on("mine", toy_domains()).guard == mode
+
+    def test_they_can_be_driven_by_hand(self):
+        plan = self.planned(toy_domains())
+        stream = plan.load_stream()
+        method = plan.build_method(stream)
+        method.fit_source(stream.source)
+        for target in stream.targets:
+            method.adapt(target)
+        assert all_finite(method.state())
+
+    def test_they_are_what_is_trained_on(self, tmp_path):
+        domains = toy_domains()
+        plan = self.planned(domains)
+        record = Run(plan, tmp_path / "run").execute()
+        assert record.config["data"] == {domain.name: domain.fingerprint() for domain in domains}
+        assert Run(plan, tmp_path / "run").execute().matrix == record.matrix
+        with pytest.raises(RunDirectoryError, match="Its images have changed"):
+            Run(
+                self.planned([domains[0], replace(domains[1], labels=domains[1].labels.flip(0)), *domains[2:]]),
+                tmp_path / "run",
+            ).execute()
+
+    def test_mistakes(self):
+        source, target, *_ = toy_domains()
+        with pytest.raises(ConfigError, match=r"images of 32×32, the plan of 48×48.*changes={'size': 32}"):
+            self.planned([source, target], size=48)
+        with pytest.raises(ConfigError, match="two domains are called"):
+            self.planned([source, target, target]).load_stream()
+        with pytest.raises(ConfigError, match="at least one target"):
+            self.planned([source]).load_stream()
+
+
+HEAD = '''
+"""A method of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ratp import Method, Phase, pack, switch, unpack
+
+
+@dataclass(frozen=True)
+class CentreConfig:
+    """Its switches."""
+
+    pull: float = switch(0.5, "how far a prototype moves", minimum=0)
+    which: tuple[int, ...] = switch((0, 1), "classes that move")
+'''
+CLASS = '''
+class Centre(Method):
+    """Moves prototypes, trains nothing."""
+
+    name = "centre"
+    title = "Prototypes in the middle"
+    family = "toy"
+    paper = "none"
+    config_type = CentreConfig
+
+    def __init__(self, setting, config):
+        self.setting, self.config, self.scaling = setting, config, setting.scaling()
+        self.network = setting.network()
+
+    def source_phases(self, domain):
+        return [Pull(self)]
+
+    def target_phases(self, domain):
+        return [Pull(self)]
+
+    def predict(self, images):
+        with torch.no_grad():
+            return self.network.eval()(self.scaling(images)).logits
+
+    def state(self):
+        return pack({"network": self.network.state_dict()})
+
+    def load_state(self, state):
+        self.network.load_state_dict(unpack(state)["network"])
+
+
+class Pull(Phase):
+    """One step."""
+
+    name, epochs, steps = "pull", 1, 1
+
+    def __init__(self, method):
+        self.method = method
+
+    def begin_epoch(self, epoch):
+        return {}
+
+    def step(self):
+        with torch.no_grad():
+            self.method.network.prototypes.mul_(self.method.config.pull)
+        return {"total": self.method.network.prototypes.norm()}
+
+    def finish(self):
+        return {}
+'''
+TEXT = HEAD + CLASS
+
+
+class TestMethodFile:
+    @pytest.fixture
+    def file(self, tmp_path):
+        def write(text, name="centre.py"):
+            path = tmp_path / name
+            path.write_text(textwrap.dedent(text))
+            return str(path)
+
+        return write
+
+    def refusal(self, path):
+        (problem,) = mistakes(method=path)
+        assert path in problem
+        return problem
+
+    def test_it_runs_like_any_other(self, file, tmp_path):
+        plan = toy_plan(file(TEXT), changes={"pull": "0.25", "which": "2,3"})
+        assert issubclass(plan.method, Method)
+        assert plan.changed["pull"] == 0.25
+        assert plan.title == "toy-centre-2022"
+        run = Run(plan, tmp_path / "run")
+        record = run.execute()
+        assert record.matrix.complete
+        assert record.config["switches"] == {"pull": 0.25, "which": [2, 3]}
+        assert all_finite(run.method.state())
+
+    def test_its_mistakes_are_told_like_any_other(self, file):
+        problems = mistakes(method=file(TEXT), changes={"pul": 1, "pull": -1, "which": "a"})
+        assert len(problems) == 3
+        assert "Did you mean 'pull'?" in problems[0]
+
+    def test_it_may_build_on_another(self, file):
+        path = file(
+            """
+            from ratp.methods.source_only import SourceOnly
+
+            class Mine(SourceOnly):
+                name = "mine"
+            """
+        )
+        assert resolve(RunRequest(method=path)).method.name == "mine"
+
+    def test_edited_it_is_another_run(self, file, tmp_path):
+        Run(toy_plan(file(TEXT)), tmp_path / "run").execute()
+        digest = toy_plan(file(TEXT)).digest()
+        edited = TEXT.replace(".mul_(", ".div_(1e-9 + ")
+        assert toy_plan(file(edited)).digest() != digest
+        with pytest.raises(Exception, match="has been edited since"):
+            Run(toy_plan(file(edited)), tmp_path / "run").execute()
+
+    def test_mended_before_it_learnt_anything_it_begins_anew(self, file, tmp_path):
+        """As long as nothing else is another."""
+        broken = Run(toy_plan(file(TEXT.replace("return {", "return nonsense or {"))), tmp_path / "run")
+        with pytest.raises(NameError):
+            broken.execute()
+        with pytest.raises(RunDirectoryError, match="seed: 2022 there, 3 requested"):
+            Run(toy_plan(file(TEXT), seed=3), tmp_path / "run").execute()
+        record = Run(toy_plan(file(TEXT)), tmp_path / "run").execute()
+        assert record.matrix.complete
+        assert [event["event"] for event in record.journal].count("run_started") == 1
+
+    def test_mended_later_it_does_not(self, file, tmp_path):
+        events = Run(toy_plan(file(TEXT)), tmp_path / "run").events()
+        while not isinstance(next(events), Trained):
+            pass
+        events.close()  # which keeps a checkpoint
+        with pytest.raises(RunDirectoryError, match="has been edited since"):
+            Run(toy_plan(file(TEXT.replace(".mul_(", ".div_(1e-9 + "))), tmp_path / "run").execute()
+
+    def test_two_files_of_one_name_are_two_methods(self, file, tmp_path):
+        """The second does not stand for the first because it was read later."""
+        (tmp_path / "other").mkdir()
+        first = toy_plan(file(TEXT))
+        alone = first.digest()
+        second = toy_plan(file(TEXT.replace(".mul_(", ".add_("), "other/centre.py"))
+        assert first.digest() == alone != second.digest()
+
+    def test_it_must_exist(self, tmp_path):
+        assert "does not exist" in self.refusal(str(tmp_path / "nowhere.py"))
+        (tmp_path / "folder.py").mkdir()
+        assert "does not exist" in self.refusal(str(tmp_path / "folder.py"))
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("class Mine(Method:\n    pass\n", "SyntaxError"),
+            ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
+            ("raise RuntimeError('what a day')\n", "RuntimeError: what a day"),
+            ("raise SystemExit(3)\n", "SystemExit"),
+            ("\0", "cannot be loaded"),
+        ],
+    )
+    def test_it_must_load(self, file, text, told):
+        problem = self.refusal(file(text))
+        assert told in problem
+        assert "cannot be loaded" in problem
+
+    def test_it_must_define_a_method(self, file):
+        assert "exactly one Method, found none" in self.refusal(file("from ratp.methods.ratp import RaTP\n"))
+
+    def test_it_must_define_one_method_only(self, file):
+        problem = self.refusal(file(TEXT + "\n\nclass Twin(Centre):\n    name = 'twin'\n"))
+        assert "exactly one Method, found Centre, Twin" in problem
+
+    def test_everything_abstract_must_be_there(self, file):
+        lacking = TEXT.replace("def predict(", "def guess(").replace("def load_state(", "def restore(")
+        assert "Centre" in self.refusal(file(lacking))
+        assert "lacks load_state, predict" in self.refusal(file(lacking))
+
+    def test_its_description_must_be_there(self, file):
+        lacking = TEXT.replace('    title = "Prototypes in the middle"\n', "").replace(
+            "    config_type = CentreConfig\n", ""
+        )
+        assert "lacks title, config_type" in self.refusal(file(lacking))
+
+    @pytest.mark.parametrize(
+        ("name", "told"), [("ratp", "has the name of a built-in one, 'ratp'"), ("", "needs a name"), (" ", "needs a")]
+    )
+    def test_its_name_must_be_its_own(self, file, name, told):
+        assert told in self.refusal(file(TEXT.replace('name = "centre"', f'name = "{name}"')))
+
+    def test_its_switches_must_not_be_the_recipes(self, file):
+        """``--set lr=1`` would set both."""
+        (problem,) = mistakes(method=file(TEXT.replace("pull: float", "lr: float")))
+        assert "switches lr" in problem
+        assert "recipe" in problem
+
+    def test_its_config_must_be_a_dataclass(self, file):
+        assert "config_type" in self.refusal(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))
+
+
+def test_a_request_and_its_plan_cannot_be_changed():
+    for item in (RunRequest(), resolve(RunRequest())):
+        for entry in fields(item):
+            with pytest.raises(AttributeError):
+                setattr(item, entry.name, None)

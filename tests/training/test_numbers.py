@@ -1,0 +1,262 @@
+"""Losses that are no numbers: the batch is found, the stage tried once more in fp32, and nothing before it is lost."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ratp.training.phases as training
+from helpers import QUICK, each_method, journal_of, same_tensors, tensors_of, toy_plan
+from ratp._core.environment import single_precision, use_precision
+from ratp._core.files import read_json
+from ratp.errors import TrainingError
+from ratp.runs.events import StageStarted, Trained
+from ratp.runs.run import EnvironmentWarning, Run
+from ratp.runs.stage_runner import NumbersWarning
+from ratp.training.finite import log_draw, logging_draws
+
+SIZES = {"epochs": 3, "steps": 4}
+BAD = 7  # an image that ruins every batch it is in
+
+
+def plan_of(method="ratp", precision="fp32", **changes):
+    plan = toy_plan(method, changes={**SIZES, **QUICK.get(method, {}), **changes})
+    return replace(plan, precision=precision)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Makes one image of the targets unusable where a setting is as said; returns the batches drawn before it."""
+    drawn, draw = [], training.Batches.draw
+
+    def use(in_precision=("fp32", "tf32"), stage=1):
+        def poisoned(self, count):
+            batch = draw(self, count)
+            if getattr(self, "where", (None, None))[0] != stage or self.where[1] not in in_precision:
+                return batch
+            if batch.places.device.type == "cpu":  # a graph that is recorded cannot be looked into
+                drawn.append(batch.places[~batch.replayed].tolist())
+            bad = (batch.places == BAD) & ~batch.replayed
+            return batch._replace(images=torch.where(bad[:, None, None, None], torch.nan, batch.images))
+
+        build = training.Batches.__init__
+
+        def built(self, setting, kind, number, *rest):
+            build(self, setting, kind, number, *rest)
+            self.where = number, setting.precision
+
+        monkeypatch.setattr(training.Batches, "__init__", built)
+        monkeypatch.setattr(training.Batches, "draw", poisoned)
+        return drawn
+
+    return use
+
+
+@pytest.mark.faults(14, "numbers lost in single precision: the batch is named, the stages before it are kept")
+@pytest.mark.parametrize("save_every", [None, 0.0])
+def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_path):
+    Run(plan_of(), tmp_path / "sound").execute()
+    drawn = poison()
+    with pytest.raises(
+        TrainingError, match=r"became nan in epoch . of stage 1 \(mud\).*bad-batch-1\.json names.*kept in"
+    ) as caught:
+        Run(plan_of(), tmp_path / "run", save_every=save_every).execute()
+    assert "lr=" in str(caught.value)
+    found = read_json(tmp_path / "run" / "bad-batch-1.json")
+    culprit = next(batch for batch in drawn if BAD in batch)
+    assert found["images"] == culprit and BAD in found["images"] and "total" in found["lost"]
+    assert found["epoch"] * SIZES["steps"] + found["step"] == drawn.index(culprit)
+    (event,) = journal_of(tmp_path / "run", "numbers_lost")
+    assert (event["stage"], event["precision"]) == (1, "fp32")
+    assert read_json(tmp_path / "run" / "matrix.json")["accuracy"] == [
+        read_json(tmp_path / "sound" / "matrix.json")["accuracy"][0]
+    ]
+
+
+def test_the_same_command_goes_on_once_the_cause_is_gone(poison, monkeypatch, tmp_path):
+    Run(plan_of(), tmp_path / "sound").execute()
+    poison()
+    with pytest.raises(TrainingError):
+        Run(plan_of(), tmp_path / "run").execute()
+    monkeypatch.undo()
+    Run(plan_of(), tmp_path / "run").execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+
+
+@pytest.mark.faults(14, "numbers lost in fewer bits: the stage is tried once more in fp32, and that is noted")
+def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
+    """On a CPU both precisions compute the same: the run must end as one without the accident."""
+    Run(plan_of(), tmp_path / "sound").execute()
+    poison(in_precision=("tf32",))
+    with pytest.warns(NumbersWarning, match="retried in fp32"):
+        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+    finished = journal_of(tmp_path / "run", "stage_finished")
+    assert [event.get("precision") for event in finished] == [None, "fp32", None]
+    epochs = [e for e in journal_of(tmp_path / "run", "epoch") if e["stage"] == 1]
+    assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # those of the failed attempt are gone
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes an update of the source stage write what is no number, in TF32 alone, while all losses are some."""
+    step = training.SupervisedPhase.step
+
+    def use(tensor_of, value, at_step):
+        def spoilt(self):
+            terms = step(self)
+            self.made = getattr(self, "made", 0) + 1
+            if self._network.precision == "tf32" and self.made == at_step:
+                with torch.no_grad():
+                    tensor_of(self._network).fill_(value)
+            return terms
+
+        monkeypatch.setattr(training.SupervisedPhase, "step", spoilt)
+        monkeypatch.setattr(training.SupervisedPhase, "saved", f"{training.SupervisedPhase.saved} made")
+
+    return use
+
+
+@pytest.mark.faults(14, "weights or statistics that are no numbers are noticed, and no checkpoint holds them")
+@pytest.mark.parametrize("save_every", [None, 0.0])
+@pytest.mark.parametrize(
+    ("tensor_of", "value", "name"),
+    [
+        (lambda network: network.bottleneck[1].running_var, torch.inf, "network.bottleneck.1.running_var"),
+        (lambda network: network.classifier.weight, torch.nan, "network.classifier.weight"),
+    ],
+    ids=["statistics", "weights"],
+)
+def test_weights_that_are_no_numbers_are_not_gone_on_with(tensor_of, value, name, save_every, spoil, tmp_path):
+    """With losses that are none later, or never: BatchNorm's statistics are not used while it trains."""
+    Run(plan_of("source-only"), tmp_path / "sound").execute()
+    spoil(tensor_of, value, at_step=SIZES["steps"])  # the last one of an epoch: no loss tells of it
+    with pytest.warns(NumbersWarning, match=f"{name} holds non-finite values in epoch 0 of stage 0"):
+        Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=save_every).execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+    found = read_json(tmp_path / "run" / "bad-batch-0.json")
+    assert (found["epoch"], found["step"], found["lost"]) == (0, SIZES["steps"] - 1, [name])
+
+
+def test_statistics_that_are_lost_within_an_epoch_name_their_batch(spoil, tmp_path):
+    spoil(lambda network: network.bottleneck[1].running_var, torch.inf, at_step=SIZES["steps"] + 2)
+    with pytest.warns(NumbersWarning, match="in epoch 1 of stage 0"):
+        Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=None).execute()
+    found = read_json(tmp_path / "run" / "bad-batch-0.json")
+    assert (found["epoch"], found["step"]) == (1, 1)
+
+
+def test_a_run_that_is_stopped_with_weights_that_are_no_numbers_keeps_none_of_them(spoil, tmp_path):
+    spoil(lambda network: network.classifier.weight, torch.nan, at_step=1)
+    events = Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=3600).events()
+    next(event for event in events if isinstance(event, Trained))
+    events.close()
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(poison, tmp_path):
+    """What is done of the second attempt is neither lost nor finished in fewer bits."""
+    Run(plan_of(), tmp_path / "sound").execute()
+    poison(in_precision=("tf32",))
+    events = Run(plan_of(precision="tf32"), tmp_path / "run", save_every=3600).events()
+    begun = (event for event in events if isinstance(event, StageStarted) and event.stage == 1)
+    next(begun)
+    with pytest.warns(NumbersWarning, match="retried in fp32"):
+        next(begun)
+    assert isinstance(next(events), Trained)
+    events.close()
+    assert torch.backends.cudnn.allow_tf32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumbersWarning)
+        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+    assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
+    finished = journal_of(tmp_path / "run", "stage_finished")
+    assert [event.get("precision") for event in finished] == [None, "fp32", None]
+    assert len(journal_of(tmp_path / "run", "stage_resumed")) == 1
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "tf32"), ("tf32", "fp32")])
+def test_a_run_that_moves_to_a_device_of_another_precision_was_not_tried_before(first, then, tmp_path):
+    events = Run(plan_of(precision=first), tmp_path / "run", save_every=3600).events()
+    next(event for event in events if isinstance(event, Trained) and event.stage == 1)
+    events.close()
+    with pytest.warns(EnvironmentWarning, match=f"{first} → {then}"):
+        Run(plan_of(precision=then), tmp_path / "run").execute()
+    assert [event.get("precision") for event in journal_of(tmp_path / "run", "stage_finished")] == [None] * 3
+
+
+def test_a_statistic_of_a_stage_that_is_no_number_is_left_out(tmp_path, monkeypatch):
+    """A mean over nothing, say, of a method of one's own."""
+    finish = training.SupervisedPhase.finish
+    monkeypatch.setattr(training.SupervisedPhase, "finish", lambda self: {**finish(self), "share": float("nan")})
+    run = Run(plan_of("source-only"), tmp_path / "run")
+    assert run.execute().matrix.complete
+    assert "share" not in journal_of(tmp_path / "run", "stage_finished")[0]["statistics"]
+
+
+def test_runs_that_begin_meanwhile_leave_single_precision_alone():
+    use_precision("tf32")
+    with single_precision():
+        use_precision("tf32")
+        assert not torch.backends.cudnn.allow_tf32
+        with single_precision():
+            pass
+        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_on_a_gpu_too(precision, poison, tmp_path):
+    poison(in_precision=(precision,))
+    plan = replace(plan_of(precision=precision), device=torch.device("cuda"))
+    with pytest.warns(NumbersWarning, match="retried in fp32"):
+        Run(plan, tmp_path / "run").execute()
+    assert BAD in read_json(tmp_path / "run" / "bad-batch-1.json")["images"]
+    finished = journal_of(tmp_path / "run", "stage_finished")
+    assert [event.get("precision") for event in finished] == [None, "fp32", None]
+    assert all(tensor.isfinite().all() for tensor in tensors_of(tmp_path / "run").values())
+
+
+def test_if_that_fails_too_the_run_stops(poison, tmp_path):
+    poison()
+    with pytest.warns(NumbersWarning), pytest.raises(TrainingError, match="The fp32 retry also failed"):
+        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+    assert len(read_json(tmp_path / "run" / "matrix.json")["accuracy"]) == 1
+
+
+def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
+    """Stopped by hand in the epoch it happens in, before anybody looked."""
+    drawn = poison()
+    events = Run(plan_of(), tmp_path / "run", save_every=3600).events()
+    for event in events:
+        if isinstance(event, Trained) and any(BAD in batch for batch in drawn):
+            assert not event.tick.epoch_done, "another image would be better for this test"
+            break
+    events.close()
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+@pytest.mark.parametrize("method", each_method())
+def test_every_method_says_what_it_draws(method, tmp_path):
+    run = Run(plan_of(method), tmp_path / "run")
+    for phase in run.method.source_phases(run.stream.source):
+        phase.begin()
+        phase.begin_epoch(0)
+        with logging_draws() as heard:
+            phase.step()
+        assert heard.images
+        assert all(0 <= place < len(run.stream.source) for place in heard.images)
+
+
+def test_places_beyond_the_domain_are_of_the_memory():
+    with logging_draws() as heard:
+        log_draw(torch.tensor([0, 5, 2, 3]), own=3)
+        log_draw(torch.tensor([1, 4]), own=2, among=torch.tensor([30, 40]))
+        log_draw(torch.tensor([9]))
+    assert (heard.images, heard.memory) == ([0, 2, 40, 9], [2, 0, 2])
+    log_draw(torch.tensor([1]))
+    assert heard.images == [0, 2, 40, 9]
