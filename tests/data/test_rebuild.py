@@ -81,7 +81,7 @@ def photographs(tmp_path):
 def test_mnist_m_is_the_difference_to_a_patch(tmp_path, photographs):
     folder, images = photographs
     digits = handwriting()
-    report = build_mnist_m(digits, [folder], tmp_path / "out", seed=1)
+    report = build_mnist_m(digits, [folder], tmp_path / "out", seed=1, size=32)
     found, labels = read(report.path)
     assert found.shape == (40, 32, 32, 3)
     np.testing.assert_array_equal(labels, digits.labels)
@@ -95,7 +95,7 @@ def test_mnist_m_is_the_difference_to_a_patch(tmp_path, photographs):
 def test_mnist_m_by_the_formula(tmp_path, photographs):
     folder, images = photographs
     digits = handwriting()
-    found, _ = read(build_mnist_m(digits, [folder], tmp_path / "out", seed=1, size=28, solid=False).path)
+    found, _ = read(build_mnist_m(digits, [folder], tmp_path / "out", seed=1, solid=False).path)
     assert found.shape == (40, 28, 28, 3)
     for image, digit in zip(found, digits.images.transpose(0, 2, 3, 1).astype(int), strict=True):
         places = [(photograph, position(image[20:], photograph)) for photograph in images]  # no ink below row 20
@@ -106,7 +106,7 @@ def test_mnist_m_by_the_formula(tmp_path, photographs):
 
 def test_default_photographs(tmp_path):
     digits = handwriting(4)
-    report = build_mnist_m(digits, None, tmp_path / "out", seed=0)
+    report = build_mnist_m(digits, None, tmp_path / "out", seed=0, size=32)
     assert any("less varied" in note for note in report.notes)
     found, _ = read(report.path)
     ink = np.pad(digits.images.transpose(0, 2, 3, 1), ((0, 0), (2, 2), (2, 2), (0, 0)))

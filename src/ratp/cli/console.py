@@ -186,7 +186,7 @@ def print_notes(stream: Stream, console: Console, *, brief: bool = False) -> Non
 
 def image_notes(notes: Iterable[str], origins: Mapping[str, str]) -> list[str]:
     """The notes on images, and on domains that are not the published data."""
-    return [*notes, *(f"{name} is not the published data: {origin}" for name, origin in origins.items())]
+    return [*notes, *(f"{name}: {origin}" for name, origin in origins.items())]
 
 
 def print_note(note: str, console: Console) -> None:

@@ -19,9 +19,25 @@ from ratp.data.catalogue import CATALOGUE, DataSet, DomainSource, find_sources
 from ratp.data.catalogue.fetch import Step, StepProgress, domains_in, fetch_domain, import_published
 from ratp.data.catalogue.locate import DOWNLOADS, data_folder, domain_file, find_domain
 from ratp.data.formats import canonical
-from ratp.data.formats.canonical import ImportReport, origin
+from ratp.data.formats.canonical import ImportReport, origin, provenance
+from ratp.data.formats.frames import DIGITS_FIVE, FrameName
 from ratp.errors import ConfigError, RatpError, unknown
 
+AtMost = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Images to keep per domain, the same random choice every time; 0: all. Default: 34,000 of digits, as in "
+        "the paper, else all.",
+    ),
+]
+FrameOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Frame of MNIST-M and USPS: digits-five (the paper's: MNIST-M without margin, USPS with one) or original.",
+    ),
+]
 Replace = Annotated[bool, typer.Option("--replace", help="Replace what is there already.")]
 _MOST_NAMED = 20  # files a message names
 _START_AGAIN = "Nothing incomplete is left behind; run the same command again."
@@ -58,6 +74,8 @@ def overview(context: typer.Context, data: Data = None, json_: Json = False) -> 
 def get(
     name: Annotated[str, typer.Argument(help="A data set (digits, pacs, domainnet) or a domain (mnist, pacs/sketch).")],
     data: Data = None,
+    at_most: AtMost = None,
+    frame: FrameOption = DIGITS_FIVE,
     on_bad_image: OnBadImage = "stop",
     quiet: Quiet = False,
     json_: Json = False,
@@ -70,11 +88,12 @@ def get(
     """
     chosen, sources = find_sources(name)
     folder, quiet, on_bad = data_folder(data), quiet or json_, _on_bad(on_bad_image)
+    kept: dict[str, Any] = {"at_most": at_most, "frame": _frame(frame)}
 
     def fetch(source: DomainSource, show: StepProgress | None) -> ImportReport:
         if not source.files:
             raise RatpError(f"cannot be downloaded by a program.\n{source.manual}")
-        return fetch_domain(chosen.name, source.name, folder, show, on_bad_image=on_bad)
+        return fetch_domain(chosen.name, source.name, folder, show, on_bad_image=on_bad, **kept)
 
     if any(source.files and not _there(folder, chosen, source) for source in sources):
         try:
@@ -94,9 +113,8 @@ def import_files(
     name: Annotated[str, typer.Argument(help="A domain (mnist, pacs/sketch) or a data set (digits, pacs, domainnet).")],
     files: Annotated[list[Path], typer.Argument(help="Its files, zips and folders.", show_default=False)],
     data: Data = None,
-    at_most: Annotated[
-        int | None, typer.Option(min=1, help="Images to keep per domain, the same random choice every time.")
-    ] = None,
+    at_most: AtMost = None,
+    frame: FrameOption = DIGITS_FIVE,
     replace: Replace = False,
     on_bad_image: OnBadImage = "stop",
     quiet: Quiet = False,
@@ -117,10 +135,10 @@ def import_files(
     if missing:
         raise ConfigError(missing)
     folder, quiet, on_bad = data_folder(data), quiet or json_, _on_bad(on_bad_image)
-    single = len(sources) == 1
+    single, framing = len(sources) == 1, _frame(frame)
 
     def convert(source: DomainSource, show: StepProgress | None) -> ImportReport:
-        how: dict[str, Any] = {"at_most": at_most, "on_bad_image": on_bad, "replace": replace}
+        how: dict[str, Any] = {"at_most": at_most, "frame": framing, "on_bad_image": on_bad, "replace": replace}
         return import_published(chosen.name, source.name, parts[source.name], folder, show, **how)
 
     with interruptible(_START_AGAIN):
@@ -147,6 +165,7 @@ def build(
         typer.Option(help="For mnist-m: a photograph or a folder of them; repeatable. Default: two of scikit-learn's."),
     ] = None,
     fonts: Annotated[Path | None, typer.Option(help="For syn: a folder of fonts besides matplotlib's.")] = None,
+    frame: FrameOption = DIGITS_FIVE,
     replace: Replace = False,
     quiet: Quiet = False,
     json_: Json = False,
@@ -156,7 +175,7 @@ def build(
     mnist-m needs MNIST in the data folder: ratp data get mnist. Data that
     was built is labelled as such wherever it is shown.
     """
-    from ratp.data.catalogue.rebuild import build_mnist_m, build_syn
+    from ratp.data.catalogue.rebuild import SIZE, build_mnist_m, build_syn
 
     kind = name.lower().replace("_", "-")
     if kind not in ("mnist-m", "syn"):
@@ -178,7 +197,8 @@ def build(
             report = build_syn(out, seed, 20_000 if count is None else count, progress, fonts=fonts, replace=replace)
         else:
             mnist = find_domain(folder, chosen.name, "mnist")
-            report = build_mnist_m(mnist, photographs or None, out, seed, count, progress, replace=replace)
+            size = SIZE if _frame(frame) == "original" else None
+            report = build_mnist_m(mnist, photographs or None, out, seed, count, progress, size=size, replace=replace)
     outcome = Outcome(f"{chosen.name}/{source.name}", report.path, report)
     if not quiet:
         outcome.print()
@@ -225,8 +245,10 @@ class Outcome:
 
 
 def _made(path: Path) -> str:
-    """How the images of a domain were made, in parentheses, if they are not the published ones."""
-    return f" ({made})" if (made := origin(path)) else ""
+    """How a domain's images were made or framed, in parentheses, if they are not as published."""
+    framed = "framed as in Digits-Five" if (provenance(path) or {}).get("frame") == DIGITS_FIVE else None
+    about = "; ".join(text for text in (origin(path), framed) if text)
+    return f" ({about})" if about else ""
 
 
 def _there(folder: Path, chosen: DataSet, source: DomainSource) -> Path | None:
@@ -239,6 +261,12 @@ def _on_bad(value: str) -> canonical.OnBadImage:
     if value not in get_args(canonical.OnBadImage):
         raise ConfigError(unknown("value of --on-bad-image:", value, get_args(canonical.OnBadImage)))
     return cast(canonical.OnBadImage, value)
+
+
+def _frame(value: str) -> FrameName:
+    if value not in get_args(FrameName):
+        raise ConfigError(unknown("value of --frame:", value, get_args(FrameName)))
+    return cast(FrameName, value)
 
 
 def _obtain(

@@ -148,7 +148,7 @@ def _print(group: Group) -> None:
     for tree, manifest in zip(group.trees, group.manifests, strict=True):
         first, *lines, last = describe(manifest)
         _line(first, indent, "bold")
-        made = [f"{made}, not the published images"] if (made := origin_of(tree.path, manifest.hash)) else []
+        made = [made] if (made := origin_of(tree.path, manifest)) else []
         for line in (*made, *lines, *remarks_on(tree), last):
             depth = len(line) - len(line.lstrip())
             _line(line.strip(), indent + 2 + depth, "red" if depth else "")
@@ -192,7 +192,7 @@ def _as_json(group: Group) -> dict[str, Any]:
         {
             "name": manifest.name,
             "path": str(tree.path),
-            "origin": origin_of(tree.path, manifest.hash),
+            "origin": origin_of(tree.path, manifest),
             "images": len(manifest.usable),
             "classes": manifest.counts if manifest.classes is not None else None,
             "height": manifest.heights._asdict(),

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ratp.data.cache.decoded import DecodedDomain
 from ratp.data.catalogue import data_set
-from ratp.data.catalogue.locate import data_folder, find_all
+from ratp.data.catalogue.locate import archives, data_folder, find_all
 from ratp.data.formats.canonical import origin_of
+from ratp.errors import ConfigError
 from ratp.functional.transforms import CROP_FLIP, OBJECTS
 from ratp.networks.backbones import IMAGENET_MEAN, IMAGENET_STD
 from ratp.networks.network import NetworkConfig
@@ -33,16 +35,43 @@ class _Files:
     def places(self, codes: Sequence[str], options: DataOptions) -> dict[str, Path]:
         folder = data_folder(Path(options.folder) if options.folder else None)
         found = find_all(folder, self.catalogue, [self.names[code] for code in codes])
+        _refuse_parts(self.catalogue, found)
         return {code: found[self.names[code]] for code in codes}
 
     def load(self, codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        return load_domains(
-            self.places(codes, options),
-            size,
-            options,
-            classes=data_set(self.catalogue).classes,
-            origin=lambda path, decoded: origin_of(path, decoded.manifest.hash),
+        chosen = data_set(self.catalogue)
+
+        def describe(path: Path, decoded: DecodedDomain) -> str | None:
+            return origin_of(path, decoded.manifest, chosen.domain(decoded.name).frame)
+
+        loaded = load_domains(self.places(codes, options), size, options, classes=chosen.classes, origin=describe)
+        if mixed := _mixed_frames(loaded):
+            loaded[0] = replace(loaded[0], notes=(*loaded[0].notes, mixed))
+        return loaded
+
+
+def _refuse_parts(catalogue: str, found: Mapping[str, Path]) -> None:
+    """Refuses domains of which only the first archive would be read."""
+    parts = {name: archives(path.parent, name) for name, path in found.items()}
+    several = [f"{name} ({', '.join(path.name for path in paths)})" for name, paths in parts.items() if len(paths) > 1]
+    if several:
+        folder = next(iter(found.values())).parent
+        raise ConfigError(
+            f"these domains of {catalogue} come in several archives: {'; '.join(several)}. "
+            f"Join them in a new data folder, then use that: ratp data import {catalogue} {folder} --data NEW"
         )
+
+
+def _mixed_frames(loaded: Sequence[LoadedDomain]) -> str | None:
+    """Returns a note if some domains have their original frame and others that of Digits-Five."""
+    original = [item.domain.name for item in loaded if "original frame" in (item.origin or "")]
+    others = [item.domain.name for item in loaded if "as in Digits-Five" in (item.origin or "")]
+    if not original or not others:
+        return None
+    return (
+        f"mixed frames: {', '.join(original)} as first released, {', '.join(others)} as in Digits-Five. "
+        "Import all with the same --frame to compare with other results."
+    )
 
 
 _DIGITS = _Files("digits", {"MT": "mnist", "MM": "mnist_m", "SN": "svhn", "SD": "syn", "US": "usps"})

@@ -114,6 +114,11 @@ class Manifest:
             digest.update(json.dumps([file.name, file.class_name, file.sha256]).encode() + b"\n")
         return digest.hexdigest()
 
+    @cached_property
+    def content(self) -> str:
+        """sha256 of the contents alone, whatever the files are called and in whatever order they are."""
+        return hashlib.sha256("".join(sorted(file.sha256 or "" for file in self.files)).encode()).hexdigest()
+
 
 def _spread(values: list[int]) -> Spread:
     return Spread(min(values), median_low(values), max(values)) if values else Spread(0, 0, 0)

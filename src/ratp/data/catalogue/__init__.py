@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ratp.data.formats.frames import Frame
 from ratp.errors import RatpError, unknown
 
 __all__ = [
@@ -55,6 +56,7 @@ class DomainSource:
         published: Number of images the benchmark was published with, where files do not say.
         terms: What its authors allow, where they restrict it.
         collected: What its files are called in a collection of all domains, if there is one.
+        frame: How that collection frames its images, if not as they were first released.
     """
 
     name: str
@@ -65,6 +67,7 @@ class DomainSource:
     published: int | None = None
     terms: str = ""
     collected: tuple[str, ...] = ()
+    frame: Frame | None = None
 
     def chosen(self) -> tuple[SourceFile, ...]:
         """The files of the parts that make up the domain."""
@@ -84,6 +87,7 @@ class DataSet:
         name: As written on the command line; also the folder of its domains.
         classes: Its classes, or those of them that the benchmark uses.
         is_selection: Whether ``classes`` are only some of those published.
+        most: Number of images per domain that the benchmark uses at most; None: all of them.
     """
 
     name: str
@@ -91,6 +95,7 @@ class DataSet:
     classes: tuple[str, ...]
     domains: Mapping[str, DomainSource]
     is_selection: bool = False
+    most: int | None = None
 
     def domain(self, name: str) -> DomainSource:
         """The source of a domain."""
@@ -110,7 +115,8 @@ def _read() -> dict[str, DataSet]:
         domains = {}
         for domain, source in table["domains"].items():
             files = [SourceFile(**_tuples(file)) for file in source.get("files", ())]
-            domains[domain] = DomainSource(domain, **_tuples({**source, "files": files}))
+            frame = Frame(**source["frame"]) if "frame" in source else None
+            domains[domain] = DomainSource(domain, **_tuples({**source, "files": files, "frame": frame}))
         found[name] = DataSet(name, **_tuples({**table, "domains": domains}))
     return found
 

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 from ratp.data.catalogue import DataSet, data_set
 from ratp.data.catalogue.download import PATIENCE, Opener, Patience, download, open_web
 from ratp.data.catalogue.import_ import import_domain
-from ratp.data.catalogue.locate import DOWNLOADS, domain_file
+from ratp.data.catalogue.locate import DOWNLOADS, archives, domain_file
 from ratp.data.formats.canonical import ImportReport, OnBadImage, free_path
+from ratp.data.formats.frames import DIGITS_FIVE, FrameName
 from ratp.data.formats.layouts import Place, domain_folders, plain
 from ratp.data.formats.recognition import read_list, recognised
 from ratp.errors import RatpError
@@ -35,6 +36,8 @@ def fetch_domain(
     *,
     opener: Opener = open_web,
     patience: Patience = PATIENCE,
+    at_most: int | None = None,
+    frame: FrameName = DIGITS_FIVE,
     on_bad_image: OnBadImage = "stop",
     replace: bool = False,
 ) -> ImportReport:
@@ -62,7 +65,16 @@ def fetch_domain(
         for file in source.chosen()
     ]
     report = import_published(
-        data, domain, files, folder, progress, on_bad_image=on_bad_image, replace=replace, expected=source.images()
+        data,
+        domain,
+        files,
+        folder,
+        progress,
+        at_most=at_most,
+        frame=frame,
+        on_bad_image=on_bad_image,
+        replace=replace,
+        expected=source.images(),
     )
     notes = [f"{domain}: {source.terms}."] if source.terms else []
     return changed(report, notes=(*report.notes, *notes))
@@ -76,13 +88,18 @@ def import_published(
     progress: StepProgress | None = None,
     *,
     at_most: int | None = None,
+    frame: FrameName = DIGITS_FIVE,
     on_bad_image: OnBadImage = "stop",
     replace: bool = False,
     expected: int | None = None,
 ) -> ImportReport:
-    """Imports a domain of the catalogue to ``folder/DATA/DOMAIN.zip`` from files that the user has."""
+    """Imports a domain of the catalogue to ``folder/DATA/DOMAIN.zip`` from files that the user has.
+
+    ``at_most`` is the number of images to keep: by default as many as the benchmark uses; 0 keeps all.
+    """
     chosen = data_set(data)
     source = chosen.domain(domain)
+    at_most = chosen.most if at_most is None else at_most or None
     report = import_domain(
         domain,
         inputs,
@@ -90,6 +107,7 @@ def import_published(
         _of_step(progress, Step(domain, "images")),
         classes=chosen.classes if chosen.is_selection else None,
         at_most=at_most,
+        frame=source.frame if frame == DIGITS_FIVE else None,
         on_bad_image=on_bad_image,
         replace=replace,
         expected=expected,
@@ -151,10 +169,10 @@ def _collected(chosen: DataSet, path: Path) -> list[tuple[str, Path]]:
 
 
 def _unfolded(chosen: DataSet, path: Path) -> list[Path]:
-    """Returns the path or, for a folder with zips named like domains, those and the lists beside them."""
+    """Returns the path or, for a folder with archives of domains, those and the lists next to them."""
     if not path.is_dir():
         return [path]
-    parts = [part for name in chosen.domains for part in (path / f"{name}.zip", *sorted(path.glob(f"{name}_*.txt")))]
+    parts = [part for name in chosen.domains for part in (*archives(path, name), *sorted(path.glob(f"{name}_*.txt")))]
     zips = [part for part in parts if part.is_file()]
     return [*zips, path] if not zips or any(entry.is_dir() for entry in path.iterdir()) else zips
 

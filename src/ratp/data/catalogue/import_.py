@@ -6,9 +6,11 @@ What a file is, its content says; its name only helps where content leaves a cho
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace as replaced
 from pathlib import Path
 
 from ratp.data.catalogue import DIGITS, data_set
+from ratp.data.decode.pixels import BadImage
 from ratp.data.formats.arrays import Array, array_pictures, read_libsvm, read_npz
 from ratp.data.formats.canonical import (
     ImportReport,
@@ -19,10 +21,11 @@ from ratp.data.formats.canonical import (
     provenance,
     write_domain,
 )
+from ratp.data.formats.frames import DIGITS_FIVE, Frame, reframed
 from ratp.data.formats.idx import idx_pairs
 from ratp.data.formats.layouts import Place, by_folder, by_list, lists_in
 from ratp.data.formats.matlab import read_hdf5, read_mat
-from ratp.data.formats.pictures import Pictures, joined, selected, thinned
+from ratp.data.formats.pictures import Pictures, distinct, joined, selected, thinned
 from ratp.data.formats.recognition import read_list, recognised
 from ratp.errors import RatpError
 
@@ -45,6 +48,7 @@ def import_domain(
     *,
     classes: Collection[str] | None = None,
     at_most: int | None = None,
+    frame: Frame | None = None,
     on_bad_image: OnBadImage = "stop",
     replace: bool = False,
     expected: int | None = None,
@@ -54,7 +58,8 @@ def import_domain(
     Reads idx files (MNIST), MATLAB files (SVHN, SYN, MNIST-M, Digits-Five), libsvm text and HDF5 (USPS), npz files,
     folders and zips with one folder per class, alone or below folders of domains (PACS, DomainNet), and folders with a
     list of labels (MNIST-M). Numbers the images in the order of the inputs. Keeps only ``classes``, and ``at_most`` so
-    many images: a random choice, always the same one. If anything is wrong, nothing is written.
+    many images: a random choice, always the same one. Images with their original frame get ``frame``. ``expected`` is
+    the number of images in the inputs, if known. If anything is wrong, nothing is written.
     """
     check_name("domain", name)
     if not inputs:
@@ -64,18 +69,33 @@ def import_domain(
     if classes is not None:
         pictures = selected(pictures, classes)
     _check_digits(name, pictures)
+    if expected is not None and len(pictures) != expected:
+        raise RatpError(f"{name!r} should have {expected:,} images, found {len(pictures):,}: is part of it missing?")
     if at_most is not None:
         pictures = thinned(pictures, at_most)
+    made = next((made for made in map(provenance, inputs) if made), {})
+    if frame is not None and _is_original(pictures, frame):
+        pictures = replaced(reframed(pictures, frame), notes=(*pictures.notes, f"{name}: {frame.describe()}."))
+        made = {**made, "frame": DIGITS_FIVE}
     return write_domain(
         name,
         pictures,
         out,
-        provenance=next((made for made in map(provenance, inputs) if made), None),
+        provenance=made,
         replace=replace,
         on_bad_image=on_bad_image,
-        expected=expected,
         progress=progress,
     )
+
+
+def _is_original(pictures: Pictures, frame: Frame) -> bool:
+    """Returns whether the first readable picture has its original frame."""
+    for position in range(len(pictures)):
+        try:
+            return frame.is_original(pictures.read(position))
+        except BadImage:
+            continue
+    return False
 
 
 def _pictures(name: str, inputs: Sequence[tuple[str, Path]]) -> Pictures:
@@ -89,8 +109,10 @@ def _pictures(name: str, inputs: Sequence[tuple[str, Path]]) -> Pictures:
     roots = of_kind("folder") + of_kind("zip") or list(dict.fromkeys(path.parent for path in of_kind("list")))
     places = [Place.at(root) for root in roots]
     lists = lists or [labels for place in places for labels in lists_in(place)]
-    parts += [by_list(labels, places) for labels in lists] if lists else [by_folder(name, place) for place in places]
-    return joined(parts)
+    if lists:
+        return joined([*parts, *(by_list(labels, places) for labels in lists)])
+    archives = [by_folder(name, place) for place in places]
+    return joined([*parts, *distinct(archives, [str(place.root) for place in places])])
 
 
 def _check_digits(name: str, pictures: Pictures) -> None:

@@ -26,6 +26,11 @@ def domain_file(folder: Path, data_set: str, domain: str) -> Path:
     return folder / data_set / f"{domain}.zip"
 
 
+def archives(folder: Path, domain: str) -> list[Path]:
+    """Lists the zips of a domain in a folder: ``NAME.zip``, and ``NAME-*.zip`` if it comes in several."""
+    return [path for path in (folder / f"{domain}.zip", *sorted(folder.glob(f"{domain}-*.zip"))) if path.exists()]
+
+
 def find_domain(folder: Path, data_set: str, domain: str) -> Path:
     """Finds the zip or folder of a domain."""
     return find_all(folder, data_set, [domain])[domain]

@@ -46,7 +46,7 @@ from ratp.errors import RatpError
 if TYPE_CHECKING:
     from ratp.data.domain import LabelledDomain
 
-__all__ = ["build_mnist_m", "build_syn", "origin", "provenance"]
+__all__ = ["SIZE", "build_mnist_m", "build_syn", "origin", "provenance"]
 
 Ints = NDArray[np.int64]
 
@@ -64,7 +64,7 @@ def build_mnist_m(
     count: int | None = None,
     progress: Progress | None = None,
     *,
-    size: int = SIZE,
+    size: int | None = None,
     solid: bool = True,
     replace: bool = False,
 ) -> ImportReport:
@@ -72,11 +72,13 @@ def build_mnist_m(
 
     Without photographs (files or folders; the original used BSDS500), the two sample photographs of scikit-learn serve.
     ``count`` uses a random choice of the digits. ``solid`` turns any ink white, as in the released images; otherwise,
-    as in the formula, grey ink makes half a difference.
+    as in the formula, grey ink makes half a difference. ``size`` is the side of the images: by default the digits' own,
+    as in Digits-Five; the original release has 32.
     """
     free_path(out, "mnist_m", replace=replace)
     rng = np.random.default_rng([_checked(seed), *b"mnist_m"])
     digits, labels = _digits(rng, mnist, count)
+    size = size or max(digits.shape[1:3])
     if max(digits.shape[1:3]) > size:
         raise RatpError(f"digits of {digits.shape[1]}×{digits.shape[2]} pixels do not fit into {size}×{size}.")
     photos = _Photographs.found(photographs, size)

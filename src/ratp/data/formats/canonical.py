@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratp._core.files import replacing, writing
+from ratp.data.cache.manifest import Manifest
 from ratp.data.decode.pixels import BadImage
+from ratp.data.formats.frames import Frame
 from ratp.data.formats.pictures import Pictures
 from ratp.errors import RatpError, first_lines
 
@@ -71,21 +73,18 @@ def write_domain(
     provenance: Mapping[str, Any] | None = None,
     replace: bool = False,
     on_bad_image: OnBadImage = "stop",
-    expected: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
     """Writes ``out/NAME.zip``, whole or not at all.
 
-    Pictures are numbered in order; one that is left out leaves a gap. ``provenance`` says how pictures were made, if
-    they were made rather than published; ``expected`` is their number, if known.
+    Pictures are numbered in order; one that is left out leaves a gap. ``provenance`` says what was done to published
+    pictures, or how they were made.
     """
     check_name("domain", name)
     for label in set(pictures.classes):
         check_name("class", label)
     if not len(pictures):
         raise RatpError(f"nothing to import for {name!r}: no image was found.")
-    if expected is not None and len(pictures) != expected:
-        raise RatpError(f"{name!r} should have {expected:,} images, found {len(pictures):,}: is part of it missing?")
     path = free_path(out, name, replace=replace)
     width = max(5, len(str(len(pictures) - 1)))
     members = sorted((f"{name}/{label}/{k:0{width}d}", k) for k, label in enumerate(pictures.classes))
@@ -133,12 +132,12 @@ def _check_readable(name: str, bad: Sequence[str], written: Counter[str], on_bad
 
 
 def provenance(path: Path) -> dict[str, Any] | None:
-    """Reads how a zip was made from its comment: ``{"rebuilt": True, "recipe": …, "seed": …, …}``, or None."""
+    """Reads from a zip's comment how it was made: ``{"rebuilt": True, "recipe": …}``, ``{"frame": …}``, or None."""
     try:
         said = json.loads(_comment(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) and "rebuilt" in said else None
+    return said if isinstance(said, dict) and said.keys() & {"rebuilt", "frame"} else None
 
 
 def _comment(path: Path) -> bytes:
@@ -156,23 +155,31 @@ def _comment(path: Path) -> bytes:
 
 
 def origin(path: Path) -> str | None:
-    """Describes a domain that is not the published data, e.g. ``"rebuilt: mnist_m 1, seed 3"``; None if it is."""
+    """Describes a domain that was rebuilt, with recipe and seed; None if it is the published data."""
     made = provenance(path)
-    if made is None:
+    if made is None or "rebuilt" not in made:
         return None
     recipe, seed = made.get("recipe"), made.get("seed")
     known = isinstance(recipe, str) and recipe.isprintable() and len(recipe) <= _LONGEST_RECIPE
-    return f"rebuilt: {recipe}, seed {seed}" if known and isinstance(seed, int) else "rebuilt"
+    how = f": {recipe}, seed {seed}" if known and isinstance(seed, int) else ""
+    return f"rebuilt, not the published data{how}"
 
 
-# Known copies that are not the published data, by the hash of their files.
+# Known copies that are not the published data, by the hash of their manifest or of their images alone.
+_REGENERATED = "regenerated SYN, not the published data: rendered after the published recipe"
 KNOWN_COPIES: Mapping[str, str] = {
-    "dd4705ae995524d653d8f39f039b72afa3b84ea132bbed4fd5811c5f196f1936": (
-        "regenerated SYN: rendered after the published recipe with about 700 fonts, harder than the original"
+    "dd4705ae995524d653d8f39f039b72afa3b84ea132bbed4fd5811c5f196f1936": f"{_REGENERATED}, harder than the original",
+    "6d9831c9b083776c842c0ed9f769d6ba13d2fd585ef40cc87bd22f45a1c29662": (
+        f"{_REGENERATED}, calibrated with the original's published figures"
     ),
 }
 
 
-def origin_of(path: Path, hash_of_files: str) -> str | None:
-    """Describes a domain that is not the published data: a known copy, or rebuilt."""
-    return KNOWN_COPIES.get(hash_of_files) or origin(path)
+def origin_of(path: Path, manifest: Manifest, frame: Frame | None = None) -> str | None:
+    """Describes how a domain differs from the published data: a known copy, rebuilt, or framed in one way or another.
+
+    ``frame`` is how Digits-Five frames the domain, if not as it was first released.
+    """
+    known = KNOWN_COPIES.get(manifest.hash) or KNOWN_COPIES.get(manifest.content)
+    about = [known or origin(path), frame.describe_images(provenance(path), manifest) if frame else None]
+    return "; ".join(text for text in about if text) or None

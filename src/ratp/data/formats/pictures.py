@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,31 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
         tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         tuple(dict.fromkeys(problem for part in parts for problem in part.unreadable)),
     )
+
+
+def distinct(parts: Sequence[Pictures], names: Sequence[str]) -> list[Pictures]:
+    """Leaves out, from every part, the pictures that an earlier part has as well; notes say how many.
+
+    Of a single part nothing is read and nothing left out.
+    """
+    seen: set[bytes] = set()
+    found = []
+    for part, name in zip(parts, names, strict=True):
+        digests = [_digest(part, k) for k in range(len(part))] if len(parts) > 1 else []
+        places = [k for k, digest in enumerate(digests) if digest is None or digest not in seen]
+        left_out = len(digests) - len(places)
+        note = f"{left_out:,} of the {len(part):,} images of {name} are in a file before it, too, and were left out."
+        found.append(_at(places, part, note) if left_out else part)
+        seen.update(digest for digest in digests if digest)
+    return found
+
+
+def _digest(pictures: Pictures, position: int) -> bytes | None:
+    """Hashes a picture's bytes; None if it cannot be read, which writing it will report."""
+    try:
+        return hashlib.sha256(pictures.read(position).data).digest()
+    except BadImage:
+        return None
 
 
 def selected(pictures: Pictures, classes: Collection[str]) -> Pictures:
