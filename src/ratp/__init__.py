@@ -1,6 +1,6 @@
 """ratp: continual domain shift learning.
 
-Train on one labelled source domain, then meet unlabelled target domains one after another.
+Train on one labelled source domain, then adapt to unlabelled target domains one after another.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 
 __version__ = "0.1.0"
 
-# Waiting threads of torch soon sleep instead of spinning: beside other programs that saves most of the time, and no
-# number changes. OpenMP reads it when torch is loaded, and processes started from here inherit it.
+# Makes torch's waiting threads sleep early instead of spinning, which saves most of the time while other programs run
+# and changes no number. OpenMP reads the variable when torch is loaded, and child processes inherit it.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ratp.training.phases import SupervisedPhase as SupervisedPhase
     from ratp.training.recipe import classify as classify
 
-# The public names and their modules, loaded on first use: the command line starts before torch is there.
+# The public names and their modules, loaded on first use, so that the command line starts without torch.
 _MODULES = {
     "Batch": "training.phases",
     "Batches": "training.phases",

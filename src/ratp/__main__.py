@@ -1,4 +1,4 @@
-"""The command ``ratp``, and ``python -m ratp``: what comes before the command line is loaded, which takes seconds."""
+"""Starts the command ``ratp`` and ``python -m ratp``, and handles Ctrl-C while the slow imports run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable
 
 
 def main() -> None:
-    """Runs the command line. Before and after, Ctrl-C ends the process at once, as there is nothing to keep."""
+    """Runs the command line. Before and after it, Ctrl-C ends the process at once, as there is nothing to save."""
     _on_interrupt(signal.SIG_DFL)
     from ratp.cli.main import main as run
 
     try:
         _on_interrupt(signal.default_int_handler)
         run()
-    except KeyboardInterrupt:  # at the last moment before it runs
+    except KeyboardInterrupt:  # just before the command line runs
         sys.exit(128 + signal.SIGINT)
     finally:
         _on_interrupt(signal.SIG_DFL)
 
 
 def _on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as shells have it for what runs in the background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # shells ignore SIGINT for background processes
         signal.signal(signal.SIGINT, handler)
 
 

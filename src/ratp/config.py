@@ -37,16 +37,16 @@ def switch(
     below: float | None = None,
     hash_default: bool = True,
 ) -> Any:
-    """A configuration field.
+    """Declares a configuration field.
 
     Args:
         default: Its value unless set otherwise.
-        explanation: What it does, in a line.
+        explanation: What it does, in one line.
         doc_ref: Its row in the list of differences between the paper and its published code.
         minimum: Smallest value allowed.
         maximum: Largest value allowed.
-        above: Values must lie above this.
-        below: Values must lie below this.
+        above: Values must be greater than this.
+        below: Values must be less than this.
         hash_default: Whether the default counts for a run's hash. False for a switch added later whose default keeps
             the old behaviour, so that the hashes of earlier runs stay valid (:func:`decisive`).
     """
@@ -62,8 +62,8 @@ class Switch:
     """One leaf of a configuration.
 
     Attributes:
-        doc_ref: Its row in the list of differences between paper and published code, if it stands there.
-        is_decision: Whether it is part of what a run is known by; a later switch at its default is not.
+        doc_ref: Its row in the list of differences between paper and published code, if it has one.
+        is_decision: Whether it counts for a run's hash; a switch added later does not while at its default.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Switch:
 
 
 def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
-    """All leaves of a configuration, in the order they are declared."""
+    """Yields all leaves of a configuration, in the order of their declaration."""
     hints = get_type_hints(type(config))
     for item in fields(config):
         value = getattr(config, item.name)
@@ -89,12 +89,12 @@ def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A configuration as plain data, by dotted names."""
+    """Returns a configuration as plain data, by dotted names."""
     return {s.name: _plain(s.value) for s in switches(config)}
 
 
 def decisive(config: Any) -> dict[str, Any]:
-    """What of a configuration a result depends on, as plain data: all but later switches at their defaults."""
+    """Returns the switches that count for a run's hash, as plain data: all but later ones at their defaults."""
     return {s.name: _plain(s.value) for s in switches(config) if s.is_decision}
 
 

@@ -74,7 +74,7 @@ def first_lines(lines: Sequence[str], most: int = MOST_NAMES) -> list[str]:
 
 
 class Note(RuntimeWarning):
-    """Something happens differently, or later, than requested. No result changes."""
+    """Something happens differently or later than requested, without changing any result."""
 
 
 class NotCachedWarning(Note):
@@ -104,7 +104,7 @@ def printable(text: str) -> str:
 
 
 def print_plainly() -> None:
-    """Makes Python print every :class:`Note` as one line, without its place in the code."""
+    """Makes Python print every :class:`Note` as one line, without file name and line number."""
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:

@@ -552,7 +552,7 @@ class TestFirewall:
     def test_nobody_else_is_told(self, untouched, method):
         assert read_run(untouched[method]).config["uses_target_labels"] is False
         built, _, targets = toy_method(toy_plan(method))
-        with pytest.raises(RatpError, match="must not be told the labels of 'mud'"):
+        with pytest.raises(RatpError, match="must not see the labels of 'mud'"):
             built.labelled_target_phases(targets[0])
 
     def test_what_is_not_labelled_cannot_be_told(self):

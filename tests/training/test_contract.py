@@ -173,7 +173,7 @@ def test_without_a_mistake_it_runs_to_its_end(mine, tmp_path):
         ),
         (STATE, STATE.removeprefix("return "), f"{TENSORS}got None."),
         (STATE, "return networks", f"{TENSORS}'network' is an object of type OrderedDict. pack({{…}}) joins parts."),
-        (STATE, "return {3: torch.ones(())}", f"{TENSORS}the name 3 is no text."),
+        (STATE, "return {3: torch.ones(())}", f"{TENSORS}the name 3 is not a text."),
         (
             "torch.tensor(self.stage)",
             "self.stage",

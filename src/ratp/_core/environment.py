@@ -1,4 +1,4 @@
-"""The process and the machine a run computes on: precision, warnings shared between threads, and versions.
+"""The process and machine of a run: device, precision, warnings, randomness and versions.
 
 ======  ==========================================================================================
 fp32    everything in single precision
@@ -26,9 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from ratp import __version__
 from ratp.errors import ConfigError, unknown
-
-if TYPE_CHECKING:
-    import torch
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +81,7 @@ def use_precision(precision: Precision) -> None:
 def single_precision() -> Iterator[None]:
     """Keeps all convolutions of this process in fp32 within the block, whatever other threads request.
 
-    Other runs compute more exactly meanwhile, never less.
+    Meanwhile, other runs compute at least as precisely as requested.
     """
     global _exact
     with _lock:
@@ -105,10 +102,10 @@ def _apply_precision() -> None:
 
 
 class SharedContext:
-    """A process-wide change that several threads may enter: the first makes it, the last undoes it.
+    """A process-wide change that several threads may enter: the first applies it, the last undoes it.
 
     Args:
-        change: Makes the change and registers with the stack how to undo it.
+        change: Applies the change and registers with the stack how to undo it.
     """
 
     def __init__(self, change: Callable[[ExitStack], None]) -> None:
@@ -137,7 +134,7 @@ def _silence(undo: ExitStack) -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="PIL")
 
 
-# Silences what libraries say about the contents of a file; our own notes still come through.
+# Silences warnings of libraries about the contents of a file; our own notes still appear.
 quietly = SharedContext(_silence)
 
 
@@ -250,12 +247,12 @@ class Randomness:
 
 
 def find_devices(names: str, precision: str = "auto") -> tuple[torch.device, ...]:
-    """The devices asked for, if there are several.
+    """Returns the requested devices, if there are several.
 
     Args:
         names: Devices separated by commas, repeats allowed; ``auto`` or ``cuda`` alone means all GPUs that compute in
             the precision of the first.
-        precision: The precision asked for.
+        precision: The requested precision.
 
     Returns:
         The devices; empty for a single one, which is in the plan.
@@ -289,7 +286,7 @@ def _one_of_several(name: str, names: str) -> torch.device:
 
 
 def _all_gpus(precision: str) -> tuple[torch.device, ...]:
-    """All GPUs that compute as the first does, if they are several."""
+    """Returns all GPUs with the same precision as the first, if there are several."""
     import torch
 
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

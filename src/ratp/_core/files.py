@@ -1,9 +1,8 @@
-"""Files that are whole or absent, the formats written here, and the versions of their schemas.
+"""Reads and writes files atomically, and defines their formats and the versions of their schemas.
 
-Every file is written beside its place, flushed and renamed. A file names the version of its schema; one without a
-version has version 1. A change that an old reader would misunderstand makes a new version: add a step to its schema
-that turns the data of the previous version into the new one, and keep run directories of the previous version in
-``tests/fixtures/runs``. Files of a later version are refused, never guessed at.
+Every file is written under a temporary name, flushed and renamed. It names the version of its schema; without one, it
+has version 1. Before a change that old readers would misunderstand, add a step to the schema that converts data of the
+previous version, and keep a run directory of it in ``tests/fixtures/runs``. Files of a later version are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import reprlib
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -35,11 +34,11 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class LostFileError(RunDirectoryError):
-    """The contents of a file are lost: it is missing or not as it was written."""
+    """A file is missing, or its contents have changed since it was written."""
 
 
 class UnreadableFileError(RunDirectoryError):
-    """The system does not allow reading a file, which may be whole."""
+    """The operating system refuses to read a file, which may be intact."""
 
 
 @contextmanager
@@ -48,14 +47,24 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in _NO_ROOM
-        advice = "Make room, and the same command goes on." if full else "Choose a folder you may write to."
+        advice = "Make room and repeat the command." if error.errno in _NO_ROOM else "Choose a folder you may write to."
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}. {advice}") from error
 
 
 @contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns an OSError within the block into a LostFileError or an UnreadableFileError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise LostFileError(f"{path} is missing.") from error
+    except OSError as error:
+        raise UnreadableFileError(f"cannot read {path}: {error.strerror or error}.") from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file that takes the place of ``path`` in one step at the end of the block, unless the block fails."""
+    """Opens a temporary file that replaces ``path`` in one step at the end of the block, unless the block fails."""
     if path.exists() and not path.is_symlink() and not path.is_file():  # a device would become a file
         raise OSError(errno.EINVAL, "it exists and is not a file")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{_TEMPORARY}")
@@ -67,9 +76,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     _sync_folder(path.parent)
 
 
@@ -86,10 +94,9 @@ def is_leftover(path: Path) -> bool:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes all leftovers in a folder that has no other writer."""
-    for item in folder.iterdir():
-        if is_leftover(item):
-            with writing(item):
-                item.unlink(missing_ok=True)
+    for item in filter(is_leftover, folder.iterdir()):
+        with writing(item):
+            item.unlink(missing_ok=True)
 
 
 def keep_as(path: Path, other: Path) -> None:
@@ -128,24 +135,14 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a text or JSON file; refuses pipes, devices and files larger than any written here.
-
-    Raises:
-        LostFileError: If it is missing.
-        UnreadableFileError: If the system does not allow reading it.
-        RunDirectoryError: If it is refused.
-    """
-    try:
+    """Reads a text or JSON file; refuses pipes, devices and files larger than any that ratp writes."""
+    with _reading(path):
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
             raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, not a file.")
         if about.st_size > _MOST_TEXT:
             raise RunDirectoryError(f"cannot read {path}: it has {about.st_size:,} bytes, more than ratp ever writes.")
         return path.read_bytes()
-    except FileNotFoundError as error:
-        raise LostFileError(f"{path} is missing.") from error
-    except OSError as error:
-        raise UnreadableFileError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -194,49 +191,37 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads a safetensors file: its tensors, as copies in memory, and its metadata.
 
-    Raises:
-        LostFileError: If the file is missing, truncated, foreign or not as :func:`write_tensors` wrote it. Files from
-            elsewhere have no hash to check.
-        UnreadableFileError: If the system does not allow reading it.
+    Refuses a file that :func:`write_tensors` wrote if it has changed since; files from elsewhere have no hash to check.
     """
     from safetensors import SafetensorError, safe_open
 
-    try:
+    with _reading(path):
         path.stat()
         if not os.access(path, os.R_OK):  # safetensors would call it missing
-            raise UnreadableFileError(f"cannot read {path}: {os.strerror(errno.EACCES)}.")
-    except FileNotFoundError as error:
-        raise LostFileError(f"{path} is missing.") from error
-    except OSError as error:
-        raise UnreadableFileError(f"cannot read {path}: {error.strerror or error}.") from error
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             about = json.loads((file.metadata() or {}).get("about", "{}"))
         about = about if isinstance(about, dict) else {}
         expected = about.pop(_HASH, None)
-        is_whole = expected is None or expected == _hash_of_file(tensors, about)
-    except FileNotFoundError as error:
-        raise LostFileError(f"{path} is missing.") from error
+        if expected is not None and expected != _hash_of_file(tensors, about):
+            raise LostFileError(f"{path} is damaged: its contents are not what was written.")
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise LostFileError(f"{path} is damaged or not a safetensors file: {error}.") from error
-    if not is_whole:
-        raise LostFileError(f"{path} is damaged: its contents are not what was written.")
     return tensors, about
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a tensor file exists and is as it was written."""
-    try:
+    """Whether a tensor file exists and is intact."""
+    with suppress(RunDirectoryError):
         read_tensors(path)
-    except RunDirectoryError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _hash_of_file(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-    text = json.dumps([hash_of(tensors), about], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps([hash_of(tensors), about], sort_keys=True).encode()).hexdigest()
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:
@@ -258,7 +243,7 @@ def sha256_of(path: Path) -> str:
 
 
 def safe_name(name: str) -> str:
-    """Makes a file name that is valid anywhere: letters, digits, ``-``, ``_`` and dots, and not too long."""
+    """Makes a short file name that is valid on any system: letters, digits, ``-``, ``_`` and dots."""
     plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in name).lstrip(".")
     return plain.encode()[:80].decode(errors="ignore") or "_"
 
@@ -273,11 +258,9 @@ class OutdatedFileError(RunDirectoryError):
 
 @dataclass(frozen=True)
 class Schema:
-    """The versions of one kind of file.
+    """The versions of one kind of file, which stores its version under ``key``.
 
-    Attributes:
-        steps: For every version but the last, the function that turns its data into the next version's.
-        key: The key under which a file stores its version.
+    For every version but the last, ``steps`` has the function that turns its data into the next version's.
     """
 
     steps: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = ()
@@ -294,7 +277,7 @@ class Schema:
         return {self.key: self.version}
 
     def marked(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds the current version to data about to be written."""
+        """Adds the current version to data before it is written."""
         return {**self.mark, **data, **self.mark}
 
     def read(self, data: Mapping[str, Any], place: Path | str) -> dict[str, Any]:
@@ -318,7 +301,7 @@ def _outdated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     raise OutdatedFileError("an earlier version of ratp wrote it")
 
 
-# A run directory.
+# Of run directories, runs as one file (their config has a version of its own), studies, the cache and the data.
 CONFIG = Schema()
 ENVIRONMENT = Schema()
 MATRIX = Schema()
@@ -328,12 +311,9 @@ CHECKPOINT = Schema((_outdated, _outdated))
 WEIGHTS = Schema()
 SAMPLES = Schema()
 FEATURES = Schema()
-# A run as one file; the config in it has a version of its own.
 RESULT = Schema()
-# A study.
 STUDY = Schema()
 FAILURE = Schema()
-# The cache and the data.
 MANIFEST = Schema(key="format")
 DECODED = Schema(key="format")
 SOURCE_MODEL = Schema()

@@ -1,6 +1,6 @@
-"""Locks on files: one writer per run directory, one maker per cache entry.
+"""Locks on files: one writer per run directory, one writer per cache entry.
 
-The operating system holds the locks, so they end with the process, however that ends; none is ever stale.
+The operating system releases a lock when its process ends for any reason, so no lock is ever stale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeldLock:
     keeps_out: bool
 
     def release(self) -> None:
-        """Removes the file and lets others go on, even if removing it raises OSError."""
+        """Removes the file and releases the lock, even if removing the file raises OSError."""
         try:
             self.path.unlink(missing_ok=True)
         finally:
@@ -48,7 +48,7 @@ class HeldLock:
 
 
 def acquire(path: Path, how: int = fcntl.LOCK_EX) -> HeldLock:
-    """Locks a file, creating it if need be, and waits for its holder.
+    """Locks a file, creating it if needed, and waits while another process holds it.
 
     Raises:
         BlockingIOError: If ``how`` forbids waiting and another holds it.
@@ -84,7 +84,7 @@ def _is_at(path: Path, handle: int) -> bool:
 
 
 def try_acquire(path: Path) -> HeldLock | None:
-    """Locks a file, creating it if need be; None if another holds it."""
+    """Locks a file, creating it if needed; None if another process holds it."""
     try:
         return acquire(path, _NOW)
     except BlockingIOError:
@@ -121,7 +121,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         if not lock.keeps_out:
             raise RunDirectoryError(f"cannot lock {path}. Choose a folder on another file system with --out.")
         holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with suppress(OSError):  # a full disk: the folder is held all the same
+        with suppress(OSError):  # on a full disk, the folder is locked anyway
             os.ftruncate(lock.handle, 0)
             os.pwrite(lock.handle, json.dumps(holder).encode(), 0)
         try:
@@ -143,7 +143,7 @@ def _hold_soon(path: Path) -> HeldLock:
 
 
 def _holder(path: Path) -> tuple[str, str]:
-    """Reads which process holds a lock, and what else it says of itself."""
+    """Reads which process holds a lock, on which machine and since when."""
     try:
         data = json.loads(path.read_bytes())
         return f"process {data['pid']}", f" on {data['host']} since {data['since']}"

@@ -1,4 +1,4 @@
-"""State by name: what an object saves in the middle of its work, and takes back in place.
+"""State by name: what an object saves in the middle of its work and restores in place.
 
 A class lists the attributes that change while it works and that it cannot compute again:
 
@@ -6,7 +6,7 @@ A class lists the attributes that change while it works and that it cannot compu
         saved = "_values count"
 
 Such an attribute holds a tensor, a generator, a module, a number, a text or None, anything with ``state_dict`` and
-``load_state_dict``, or lists and dicts of these. Only values travel: objects are made by code, never by a file.
+``load_state_dict``, or lists and dicts of these. Files hold only values; code creates the objects.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ratp.errors import RatpError
 # Tensors, numbers, texts and None, and lists and dicts of these.
 State = dict[str, Any]
 _PLAIN = bool, int, float, str, type(None)
-# How a tensor, and a dict whose keys are not all text, stand among plain data.
+# Keys that represent a tensor, and a dict whose keys are not all strings, in plain data.
 _TENSOR, _ITEMS = "@tensor", "@items"
 
 
 class StateError(RatpError):
-    """A state cannot be saved, or does not fit the object that is to take it."""
+    """A state cannot be saved, or does not fit the object that should restore it."""
 
 
 class Stateful:
     """Saves and restores attributes.
 
-    An attribute that is not there yet is left out. On disk a name has no leading underscore.
+    Attributes that do not exist yet are left out. On disk, names have no leading underscore.
 
     Attributes:
         saved: Names of the attributes, separated by spaces; those of base classes are added.
@@ -57,7 +57,7 @@ class Stateful:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned, in place where there is something to write to.
+        """Restores what :meth:`state_dict` returned, in place where possible.
 
         Raises:
             StateError: If it does not fit.
@@ -91,13 +91,13 @@ def save(value: Any) -> Any:
 
 
 def restore(value: Any, saved: Any) -> Any:
-    """Brings a value to a saved state: the same object, changed, where that is possible."""
+    """Restores a value from its saved state, in place where possible."""
     if value is None or saved is None or isinstance(value, _PLAIN):
         return saved
     if isinstance(value, Tensor):
         if value.shape != saved.shape or value.dtype != saved.dtype:
             return saved
-        if not torch.equal(value, saved):  # what is shared, or can only be read, is not written to in vain
+        if not torch.equal(value, saved):  # avoids needless writes to shared or read-only memory
             value.data.copy_(saved)
     elif isinstance(value, torch.Generator):
         value.set_state(saved)
@@ -126,7 +126,7 @@ def save_modes(module: nn.Module) -> State:
 def load_modes(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Restores what :func:`save_modes` returned; generators only if as many are bound now.
 
-    One that an earlier stage has left bound is gone after a restart, but then nothing draws from it.
+    After a restart, a generator that an earlier stage left bound no longer exists, but nothing uses it either.
 
     Raises:
         ValueError: If the module has other layers.

@@ -1,4 +1,4 @@
-"""Reads TOML files that users write, and names every mistake in them."""
+"""Reads TOML files that users write, and reports every mistake in them."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def check_table(
 
 
 def shown(value: Any) -> str:
-    """A value in a message: lists and tables, which may be long, by their kind."""
+    """Formats a value for a message; lists and tables, which may be long, only by their kind."""
     return _KINDS[type(value)] if isinstance(value, list | dict) else repr(value)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name: TOML reads ``randmix.tanh = false`` as a table within a table."""
+    """Returns values by dotted name: TOML reads ``randmix.tanh = false`` as a table within a table."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

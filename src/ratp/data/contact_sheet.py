@@ -24,8 +24,8 @@ _GAP = 3
 _MARGIN = 32
 _TITLE = 22
 _TEXT = 14
-_MARK = ("Software", "ratp streams show")  # a text in the file, by which it is known again
-_HEAD = 256  # bytes of a file that it stands in
+_MARK = ("Software", "ratp streams show")  # a text in the file that identifies it as a contact sheet
+_HEAD = 256  # the first bytes of a file, which contain the mark
 
 
 def contact_sheet(
@@ -35,7 +35,7 @@ def contact_sheet(
     *,
     descriptions: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a PNG with the first images of every class of every domain, and a line about each domain that has one."""
+    """Writes a PNG with the first images of every class of every domain, and the given descriptions of domains."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

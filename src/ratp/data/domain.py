@@ -1,7 +1,7 @@
 """A domain: a named set of images from one distribution.
 
-A labelled domain and an unlabelled one are different types. A method that adapts is handed an
-:class:`UnlabelledDomain`, which has no labels to leak.
+Labelled and unlabelled domains are different types. A method that adapts receives an :class:`UnlabelledDomain`, which
+has no labels to leak.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_images(images: Tensor, size: tuple[int, int] | None = None, where: str
     Args:
         images: What was given.
         size: Height and width they must have; None: any.
-        where: What the message begins with.
+        where: The beginning of the message.
     """
     height, width = size or ("height", "width")
     wanted = f"{where}images must be a uint8 tensor of shape (N, 3, {height}, {width})"
@@ -47,7 +47,7 @@ def _check_domain(name: str, images: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class UnlabelledDomain:
-    """Images without labels: what a method sees of a target domain.
+    """Images without labels: the part of a target domain that a method sees.
 
     Attributes:
         name: Short name, as written in an order.
@@ -74,13 +74,13 @@ class UnlabelledDomain:
         return digest.hexdigest()
 
     def to(self, device: torch.device) -> UnlabelledDomain:
-        """The same domain with its images on ``device``."""
+        """Returns the same domain with its images on ``device``."""
         return replace(self, images=self.images.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledDomain:
-    """Images with labels: a source domain, or a test set in the hands of the evaluator.
+    """Images with labels: a source domain, or a test set for the evaluator.
 
     Attributes:
         name: Short name, as written in an order.
@@ -127,15 +127,15 @@ class LabelledDomain:
         return len(self.images)
 
     def unlabelled(self) -> UnlabelledDomain:
-        """The same images with no labels attached."""
+        """Returns the same images without labels."""
         return UnlabelledDomain(self.name, self.images)
 
     def subset(self, index: Tensor) -> LabelledDomain:
-        """The images at ``index`` (bool mask or positions), as a domain with no test part of its own."""
+        """Returns the images at ``index`` (bool mask or positions) as a domain without a test part."""
         return replace(self, images=self.images[index], labels=self.labels[index], held_out=None)
 
     def to(self, device: torch.device) -> LabelledDomain:
-        """The same domain with its tensors on ``device``."""
+        """Returns the same domain with its tensors on ``device``."""
         held_out = None if self.held_out is None else self.held_out.to(device)
         return replace(self, images=self.images.to(device), labels=self.labels.to(device), held_out=held_out)
 

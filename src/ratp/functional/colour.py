@@ -9,10 +9,9 @@ Three of the four colour operations blend the image with its grey version and wi
     saturation f:  own = f,  grey = 1 − f,  mean = 0
     greyscale:     own = 0,  grey = 1,      mean = 0
 
-so images that are at different operations share one step. The hue, the costly operation, is no blend and is computed
-once: an image's blends before its hue happen in the steps before it, the others in the steps after it, and the
-remaining steps apply the blend that changes nothing. Four operations thus take six blends and one rotation; applying
-all operations at all positions would take twelve and four.
+so images at different operations share one step. The hue, which is costly and no blend, is rotated once: an image's
+other operations happen in the steps before or after it, and its remaining steps apply the blend that changes nothing.
+Four operations thus take six blends and one rotation; applying all at all positions would take twelve and four.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+Operation = Literal["brightness", "contrast", "saturation", "hue"]
 SMALLEST_WIDTH = 1e-6
+LUMINANCE = 0.2989, 0.587, 0.114
+SMALLEST_CHROMA = torch.finfo(torch.float32).tiny
 
 
 def blur(images: Tensor, sigmas: Tensor, radius: int) -> Tensor:
-    """Blurs images with a Gaussian of its own width each, repeating the pixels at the edge.
+    """Blurs each image with a Gaussian of the given width, along columns, then rows, repeating the pixels at the edge.
 
-        x'(u) = Σ_d w(d)·x(u + d),   w(d) ∝ exp(−d²/2σ²) for |d| ≤ radius,   Σ w = 1
-
-    along columns, then along rows.
+    x'(u) = Σ_d w(d)·x(u + d),   w(d) ∝ exp(−d²/2σ²) for |d| ≤ radius,   Σ w = 1
     """
     return blur_inside(F.pad(images, (radius,) * 4, mode="replicate"), sigmas, radius)
 
@@ -56,20 +56,11 @@ def _slide(images: Tensor, weights: Tensor, dim: int) -> Tensor:
     return total
 
 
-Operation = Literal["brightness", "contrast", "saturation", "hue"]
-
-LUMINANCE = 0.2989, 0.587, 0.114
-SMALLEST_CHROMA = torch.finfo(torch.float32).tiny
-
-
 @dataclass(frozen=True)
 class ColourPlan:
-    """The colour operations of a batch.
+    """The colour operations of a batch: blends before the hue, its turns in full circles (n,) or None, blends after it.
 
-    Attributes:
-        before: Blends before the hue (n, steps, 3): the shares of image, grey image and mean.
-        turns: Rotation of the hue in full circles (n,), or None.
-        after: Blends after the hue, like ``before``.
+    Blends have the shape (n, steps, 3) and hold the shares of image, grey image and mean.
     """
 
     before: Tensor
@@ -100,10 +91,8 @@ def plan_colours(
             plan = ColourPlan(blends, None, blends[:, :0])
     if grey is None:
         return plan
-    share = grey.float()
-    last = torch.stack((1 - share, share, torch.zeros_like(share)), dim=-1)[:, None]
-    if plan is None:
-        return ColourPlan(last, None, last[:, :0])
+    last = _blend_of("saturation", 1 - grey.float())[:, None]
+    plan = plan or ColourPlan(last[:, :0], None, last[:, :0])
     return ColourPlan(plan.before, plan.turns, torch.cat((plan.after, last), dim=1))
 
 

@@ -1,6 +1,6 @@
 """Batch normalisation that can restrict its statistics to some rows of a batch.
 
-A batch of fixed size with padding rows then behaves like the smaller batch without them, and the shapes of a training
+A batch padded to a fixed size then behaves like the smaller batch without the padding, so the shapes of a training
 step never depend on its data:
 
     with only_rows(network, mask):
@@ -8,17 +8,15 @@ step never depend on its data:
 
 Rows where the mask is true get exactly what torch's layers compute on these rows alone: outputs, running statistics
 and gradients. The other rows are normalised with the same statistics but do not contribute; keep them out of every
-loss. Nothing is read back from the device.
-
-A layer can also apply what follows it (channel dropout, an addition, ReLU); on a GPU, kernels fuse all of it
-(:mod:`ratp.functional.kernels.norm`).
+loss. Nothing is read back from the device. A layer can also apply the operations that follow it (channel dropout, an
+addition, ReLU); on a GPU, kernels fuse all of them (:mod:`ratp.functional.kernels.norm`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +40,11 @@ class _Rows:
         self.mask = mask
         self._weights: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
         self._totals: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def check(self, x: Tensor) -> None:
+        """Refuses a batch of another size."""
+        if self.mask.shape != x.shape[:1]:
+            raise RatpError(f"a mask of {tuple(self.mask.shape)} rows does not fit a batch of {tuple(x.shape)}.")
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """1 or 0 per row, the same divided by their sum, both (n, 1); 1 if any row counts, else 0."""
@@ -109,20 +112,14 @@ class _RowMasked(_BatchNorm):
             return norm.infer(x, *fixed, self.eps, offset=offset, keep=keep, add=add, relu=relu)
         mask = count = None
         if self._rows is not None:
-            self._check_mask(x)
+            self._rows.check(x)
             mask, count = self._rows.mask, self._rows.count
         elif x.numel() == x.shape[1]:
             raise ValueError(f"expected more than one value per channel while training, got {tuple(x.shape)}.")
         running = self.running_mean, self.running_var, self.num_batches_tracked
-        y: Tensor = norm.Normalise.apply(
+        return norm.Normalise.apply(  # type: ignore[no-any-return]
             x, self.weight, self.bias, offset, add, keep, mask, count, running, self.momentum, self.eps, relu
         )
-        return y
-
-    def _check_mask(self, x: Tensor) -> None:
-        if self._rows is not None and self._rows.mask.shape != x.shape[:1]:
-            shape = tuple(self._rows.mask.shape)
-            raise RatpError(f"a mask of {shape} rows does not fit a batch of {tuple(x.shape)}.")
 
     def _normalised(self, x: Tensor) -> Tensor:
         rows = self._rows
@@ -134,7 +131,7 @@ class _RowMasked(_BatchNorm):
         if rows is None or not (self.training or self.running_mean is None):
             return super().forward(x)
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        self._check_mask(x)
+        rows.check(x)
         dtype, space = torch.promote_types(x.dtype, torch.float32), math.prod(x.shape[2:])
         with torch.no_grad():
             mean, variance = _statistics(x.to(dtype), rows.weights(dtype)[1])
@@ -148,8 +145,7 @@ class _RowMasked(_BatchNorm):
                 self._track(mean, variance, rows, space)
             invstd = (variance + self.eps).rsqrt()
         total, counts = rows.totals(space, dtype)[0], rows.weights(dtype)[0]
-        y: Tensor = _Normalise.apply(x, self.weight, self.bias, counts, mean, invstd, total)
-        return y
+        return _Normalise.apply(x, self.weight, self.bias, counts, mean, invstd, total)  # type: ignore[no-any-return]
 
     def _track(self, mean: Tensor, variance: Tensor, rows: _Rows, space: int) -> None:
         """Updates the running statistics; none of them where no row counts, no variance for a single value."""
@@ -176,46 +172,41 @@ class BatchNorm2d(_RowMasked, nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` that :func:`only_rows` can restrict."""
 
 
-@contextmanager
-def only_rows(module: nn.Module, mask: Tensor | None) -> Iterator[None]:
+def only_rows(module: nn.Module, mask: Tensor | None) -> AbstractContextManager[None]:
     """Restricts batch statistics inside ``module`` to the rows of ``mask`` (bool, (n,)) within the block; None: all."""
-    layers = [layer for layer in module.modules() if isinstance(layer, _RowMasked)]
-    before = [layer._rows for layer in layers]
     rows = None if mask is None else _Rows(mask)
-    for layer in layers:
-        layer._rows = rows
-    try:
-        yield
-    finally:
-        for layer, last in zip(layers, before, strict=True):
-            layer._rows = last
+    return _changed([(layer, "_rows", rows) for layer in module.modules() if isinstance(layer, _RowMasked)])
 
 
-@contextmanager
-def by_batch(module: nn.Module, batches: int = 1) -> Iterator[None]:
+def by_batch(module: nn.Module, batches: int = 1) -> AbstractContextManager[None]:
     """Normalises with the statistics of the batch, in every BatchNorm layer inside ``module`` within the block.
 
-    Whatever the mode; running statistics are neither used nor changed.
+    This holds in both modes. Running statistics are neither used nor changed.
 
     Args:
         module: Contains the layers; for several batches at once, only layers of this file.
         batches: How many batches of the same size the input concatenates, each with its own statistics.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, _RowMasked)]
-    before = [layer._by_batch for layer in layers]
-    foreign = [layer for layer in batch_norms(module).values() if not isinstance(layer, _RowMasked)]
-    tracked = [(layer.running_mean, layer.running_var, layer.track_running_stats) for layer in foreign]
-    for layer in layers:
-        layer._by_batch = batches
-    for other in foreign:  # a layer without running statistics uses the batch's
-        other.running_mean, other.running_var, other.track_running_stats = None, None, False
+    changes: list[tuple[nn.Module, str, Any]] = []
+    for layer in batch_norms(module).values():
+        if isinstance(layer, _RowMasked):
+            changes.append((layer, "_by_batch", batches))
+        else:  # torch's layers use the statistics of the batch if they have no running ones
+            changes += [(layer, name, None) for name in _RUNNING] + [(layer, "track_running_stats", False)]
+    return _changed(changes)
+
+
+@contextmanager
+def _changed(changes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Sets attributes of layers, given as layer, name and value, within the block."""
+    before = [(layer, name, getattr(layer, name)) for layer, name, _ in changes]
     try:
+        for change in changes:
+            setattr(*change)
         yield
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._by_batch = was
-        for other, values in zip(foreign, tracked, strict=True):
-            other.running_mean, other.running_var, other.track_running_stats = values
+        for change in before:
+            setattr(*change)
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -270,18 +261,10 @@ class _Normalise(torch.autograd.Function):
     """y = γ·(x − μ)/σ + β for all rows, with μ and σ of the rows that count."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        counts: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        total: Tensor,
-    ) -> Tensor:
-        """Normalises x (n, c, …); ``counts`` (n, 1) is 1 where a row counts, ``total`` the values per channel."""
-        ctx.save_for_backward(x, weight, counts, mean, invstd, total)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Tensor) -> Tensor:
+        """Normalises x (n, c, …); the statistics are 1 or 0 per row (n, 1), μ, 1/σ and the values per channel."""
+        ctx.save_for_backward(x, weight, *statistics)
+        _, mean, invstd, _ = statistics
         if x.is_cuda:
             return torch.batch_norm_elemt(_dense(x), weight, bias, mean, invstd, 0.0)
         scale = invstd if weight is None else invstd * weight
@@ -315,13 +298,9 @@ class _Normalise(torch.autograd.Function):
             dx = torch.addcmul(_spread(share * shift, x), x, _spread(share * slope, x), value=-1)
             dx = dx.addcmul_(dy, _spread(scale, x)).to(x.dtype)
         kind = invstd.dtype if weight is None else weight.dtype
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        return (
-            dx,
-            d_weight.to(kind) if needs_weight else None,
-            sum_dy.to(kind) if needs_bias else None,
-            *(None,) * 4,
-        )
+        d_weight = d_weight.to(kind) if ctx.needs_input_grad[1] else None
+        d_bias = sum_dy.to(kind) if ctx.needs_input_grad[2] else None
+        return dx, d_weight, d_bias, None, None, None, None
 
 
 def _spread(values: Tensor, x: Tensor) -> Tensor:

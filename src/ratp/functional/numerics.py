@@ -12,7 +12,7 @@ from torch import Tensor
 from ratp._core.environment import SharedContext
 
 _EXACT = ("ieee", "none")
-# Probability that rejection sampling accepts no pair for a number; it then comes from a pair that was rejected.
+# Probability that rejection sampling accepts no pair for a number and falls back on a rejected one.
 FAILURE = 1e-12
 
 
@@ -50,17 +50,17 @@ def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], count: int, chunk
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Multiplies float32 matrices in float32 within the block: neither in TF32 nor in bfloat16.
+    """Multiplies float32 matrices in float32 within the block, never in TF32 or bfloat16.
 
     Autocast is disabled for this thread only. The other settings belong to the process: the first thread to enter
-    tightens them, the last one to leave restores them. Until then other threads compute more exactly, never less.
+    tightens them, the last one to leave restores them. Until then, other threads compute at least as precisely.
     """
     with _exact_products, torch.autocast(device.type, enabled=False):
         yield
 
 
 def _forbid_less(back: ExitStack) -> None:
-    """Forbids reduced precision through both of PyTorch's interfaces."""
+    """Disables reduced precision through both of PyTorch's interfaces."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     for backend in backends:
         if backend.fp32_precision not in _EXACT:
@@ -85,14 +85,8 @@ def beta_numbers(a: float, b: float, count: int, generator: torch.Generator | No
 
     Torch's own sampler takes no generator. This is Jöhnk's method: for uniform u and v, x = u^{1/a} and y = v^{1/b} are
     accepted if x + y ≤ 1, and x/(x + y) is then beta-distributed. It draws a fixed number of pairs per number, enough
-    that one is practically always accepted: 7 for a = b = 0.1, 40 for 1, 152 for 2.
-
-    Args:
-        a: First parameter.
-        b: Second parameter.
-        count: How many numbers.
-        generator: Source of randomness; None: torch's own.
-        device: Device of the generator and of the result.
+    that one is practically always accepted: 7 for a = b = 0.1, 40 for 1, 152 for 2. Without a generator, it uses
+    torch's own one on ``device``.
     """
     # P(x + y ≤ 1) = Γ(1+a)·Γ(1+b)/Γ(1+a+b)
     accepted = math.exp(math.lgamma(1 + a) + math.lgamma(1 + b) - math.lgamma(1 + a + b))
@@ -111,7 +105,7 @@ def ranks_within(groups: Tensor, order: Tensor | None = None) -> Tensor:
 
     Args:
         groups: Group of every element, shape (n,), whole numbers from 0.
-        order: Positions of all elements, best first; None: as they lie.
+        order: Positions of all elements, best first; None: their present order.
     """
     place = torch.arange(len(groups), device=groups.device)
     order = place if order is None else order
@@ -126,7 +120,7 @@ def kmeans(points: Tensor, centres: int, iterations: int = 100) -> Tensor:
     """Finds the centres of several sets of points at once, shape (g, centres, d); deterministic.
 
     The first centre is a set's first point, each further one the point farthest from those before. With fewer points
-    than centres, points repeat; a centre that is nearest to no point stays where it is.
+    than centres, points repeat. A centre that is nearest to no point does not move.
     """
     with full_precision(points.device):
         points = points.float()

@@ -1,7 +1,7 @@
 """Optimisers of one stage: SGD with several schedules, Adam, and the moving average of a network's weights.
 
-``torch.optim`` is not used: creating its first optimiser takes seconds, for compilers that are not needed. Updates
-can be captured in a CUDA graph.
+``torch.optim`` is not used, because its first optimiser takes seconds to import compilers that nothing here needs.
+Updates can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class StageSGD(Stateful):
             torch._foreach_sub_(parameters, torch._foreach_mul(steps, self._rate * factor))
 
     def _rate_tensor(self) -> Tensor | None:
-        """The rate as a tensor beside the parameters; None where a Python number suffices."""
+        """Returns the rate as a tensor on the parameters' device; None where a Python number suffices."""
         if not self._parameters or not (self._per_step or self._parameters[0].is_cuda):
             return None
         return torch.full((), self._lr, dtype=self._parameters[0].dtype, device=self._parameters[0].device)

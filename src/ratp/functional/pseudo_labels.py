@@ -1,6 +1,6 @@
 """Pseudo-labels for all samples of a domain: T2PL (RaTP), SHOT, BMD; class prototypes; an exact k-NN vote.
 
-All of them work in full single precision, whatever the process allows elsewhere.
+All of them compute in full single precision, regardless of the settings of the process.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def prototype_learning(features: Tensor, labels: Tensor, prototypes: Tensor, the
     return losses.masked_fill(~there[labels], 0)
 
 
-# Points examined beyond the nearest k: a tie for the last place that ends among them is resolved exactly.
+# Points examined beyond the nearest k, enough to resolve most ties for the last place exactly.
 SPARE = 16
-# Points a group, where the best are first looked for among the best of groups.
+# Points per group; the search first compares the best point of each group.
 GROUP = 8
 # Bytes per chunk.
 CPU_ROOM, GPU_ROOM = 2**28, 2**31
@@ -109,7 +109,7 @@ class _Search:
         self._origin = points.mean(dim=0)
         points = points - self._origin
         half_norms = points.square().sum(dim=1) / 2
-        if self._in_groups and count % GROUP:  # with points infinitely far away
+        if self._in_groups and count % GROUP:  # fill the last group with points infinitely far away
             missing = -count % GROUP
             points, half_norms = F.pad(points, (0, 0, 0, missing)), F.pad(half_norms, (0, missing), value=torch.inf)
             point_labels = F.pad(point_labels, (0, missing))

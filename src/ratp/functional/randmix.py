@@ -58,10 +58,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Draw:
-    """All random numbers of one call of RandMix.
-
-    Indexing selects the numbers of some images, as if the batch held only these.
-    """
+    """All random numbers of one call of RandMix; indexing selects those of some images."""
 
     input_noise: Tensor | None
     colour: Linear | None
@@ -85,7 +82,7 @@ def _rows(numbers: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 class Layers:
-    """Random convolutions of given kernel sizes, all drawn at once: one call instead of one per tensor."""
+    """Random convolutions of given kernel sizes, sampled together in one call instead of one per tensor."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._shapes: list[tuple[int, ...]] = []
@@ -109,8 +106,7 @@ class Layers:
 
     def split(self, numbers: Tensor) -> list[Linear]:
         """Splits flat numbers into weights and biases."""
-        parts = zip(torch.split(numbers, self._counts), self._shapes, strict=True)
-        tensors = [part.view(shape) for part, shape in parts]
+        tensors = [t.view(shape) for t, shape in zip(torch.split(numbers, self._counts), self._shapes, strict=True)]
         return [Linear(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
@@ -201,7 +197,7 @@ def check_kernels(config: RandMixConfig, image_size: tuple[int, int]) -> None:
 class RandMix:
     """RandMix for images normalised with ``mean`` and ``std``.
 
-    The AdaIN layers of the published code are drawn once, here; everything else is drawn in every call.
+    As in the published code, the AdaIN layers are sampled once, here; everything else is sampled in every call.
     """
 
     def __init__(self, config: RandMixConfig, mean: Tensor, std: Tensor, generator: torch.Generator) -> None:
@@ -216,7 +212,7 @@ class RandMix:
 
         Args:
             images: Shape (n, 3, height, width).
-            generator: Source of the random numbers, which are drawn for all images.
+            generator: Source of the random numbers, which are sampled for all images.
             rows: Which images to augment and return, bool of shape (n,); None: all.
         """
         with torch.no_grad():
@@ -226,7 +222,7 @@ class RandMix:
             return self.apply(images, draw) if len(images) else images
 
     def draw(self, shape: torch.Size, generator: torch.Generator) -> Draw:
-        """Draws all random numbers of one call for images of ``shape`` (n, 3, height, width)."""
+        """Samples all random numbers of one call for images of ``shape`` (n, 3, height, width)."""
         config, count = self.config, shape[0]
         device = generator.device
         noise_rows = count if config.noise_per == "sample" else 1
@@ -248,11 +244,8 @@ class RandMix:
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augments ``images`` with given random numbers."""
-        if images.is_cuda and kernels.usable(images.device):
-            from ratp.functional.kernels.common import fits
-
-            if fits(images):
-                return self._apply_kernel(images.contiguous(), draw)
+        if kernels.usable_for(images):
+            return self._apply_kernel(images, draw)
         inputs = images if draw.input_noise is None else images + draw.input_noise
         terms: list[Tensor] = []
         if draw.colour is not None and draw.colour_keep is not None:
@@ -274,7 +267,6 @@ class RandMix:
     def _apply_kernel(self, images: Tensor, draw: Draw) -> Tensor:
         from ratp.functional.kernels.randmix import mix
 
-        config = self.config
         layers = [layer for branch in draw.branches for layer in (branch.encoder, branch.decoder, branch.adain)]
         if draw.colour is not None:
             layers.insert(0, draw.colour)
@@ -288,10 +280,10 @@ class RandMix:
             draw.weights,
             self._mean,
             self._std,
-            residual=config.adain == "residual",
-            squash=config.tanh,
-            safe_division=config.safe_division,
-            renormalise=config.renormalise,
+            residual=self.config.adain == "residual",
+            squash=self.config.tanh,
+            safe_division=self.config.safe_division,
+            renormalise=self.config.renormalise,
             smallest=SMALLEST_WEIGHT_SUM,
             dropout=COLOUR_DROPOUT,
         )
@@ -310,14 +302,13 @@ class RandMix:
         return transposed_convolution(scale * normalised + shift, branch.decoder)
 
     def _draw_adain(self, generator: torch.Generator) -> tuple[Linear, ...]:
-        """Draws AdaIN's linear layers, one per branch."""
         shape = len(self.config.kernel_sizes), 2 * CHANNELS, NOISE_DIM + 1
         numbers = torch.rand(shape, generator=generator, device=generator.device).mul_(2).sub_(1)
         numbers /= math.sqrt(NOISE_DIM)
         return tuple(Linear(layer[:, :-1].contiguous(), layer[:, -1].contiguous()) for layer in numbers)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the layers that are drawn once."""
+        """Returns the layers that are sampled once."""
         tensors = {f"{i}.weight": layer.weight for i, layer in enumerate(self._adain)}
         return tensors | {f"{i}.bias": layer.bias for i, layer in enumerate(self._adain)}
 

@@ -6,7 +6,7 @@ branch with its own kernel size; one more branch is a 1×1 convolution, which ch
     B_i(x) = tanh( dec_i( γ_i·IN(enc_i(x)) + β_i ) ),   B_0(x) = tanh( W x + b )
 
 Scales γ, shifts β and the level of a noise added to x are trained, convolutions never are. To augment images, every
-call redraws convolutions and mixing weights w and drops some colours: Σ w_i·B_i(x) / Σ w_i. To train the module itself,
+call resamples convolutions and mixing weights w and drops some colours: Σ w_i·B_i(x) / Σ w_i. To train the module,
 the convolutions are fixed and the branches averaged.
 """
 
@@ -69,7 +69,7 @@ class StyleModule(nn.Module):
     fixed: Tensor
 
     def __init__(self, image_size: tuple[int, int], kernel_sizes: Sequence[int] = (9, 13, 17, 5)) -> None:
-        """Builds a module with random numbers drawn from torch's generator.
+        """Builds a module with random numbers from torch's generator.
 
         Args:
             image_size: Height and width of the images.
@@ -91,14 +91,14 @@ class StyleModule(nn.Module):
         self.register_buffer("fixed", self._layers.draw("uniform", torch.default_generator))
 
     def restyle(self, images: Tensor, blend: Blend, generator: torch.Generator) -> Tensor:
-        """Restyles normalised images (n, 3, height, width) by fresh random numbers; records no gradient."""
+        """Restyles normalised images (n, 3, height, width) with fresh random numbers; records no gradient."""
         device = generator.device
         with torch.no_grad():
             noise = torch.randn(images.shape, generator=generator, device=device)
             numbers = self._layers.draw("uniform", generator)
             keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
             weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
-            if self._use_kernel(images):
+            if kernels.usable_for(images):
                 from ratp.functional.kernels import style
 
                 images = images.contiguous()
@@ -115,7 +115,7 @@ class StyleModule(nn.Module):
     def estimate(self, images: Tensor, blend: Blend, generator: torch.Generator) -> Tensor:
         """Restyles normalised images by the fixed convolutions, with gradients: how the module itself is trained."""
         noise = torch.randn(images.shape, generator=generator, device=generator.device)
-        if self._use_kernel(images):
+        if kernels.usable_for(images):
             from ratp.functional.kernels import style
 
             return style.estimate(
@@ -130,13 +130,6 @@ class StyleModule(nn.Module):
                 list(self.shifts),
             )
         return blend(images, self._branches(images, noise, self.fixed, None).mean(dim=0))
-
-    def _use_kernel(self, images: Tensor) -> bool:
-        if not kernels.usable(images.device):
-            return False
-        from ratp.functional.kernels.common import fits
-
-        return fits(images)
 
     def _add_noise(self, images: Tensor, noise: Tensor) -> Tensor:
         return torch.addcmul(images, self.noise_level, noise, value=NOISE_UNIT)

@@ -1,4 +1,4 @@
-"""Random image transforms on whole batches: crop, flip, colour jitter and greyscale, drawn for each image.
+"""Random image transforms on whole batches: crop, flip, colour jitter and greyscale, sampled for each image.
 
 In distribution they equal torchvision's ``RandomResizedCrop`` (bilinear, antialiased), ``RandomHorizontalFlip``,
 ``ColorJitter`` and ``RandomGrayscale`` in this order, applied image by image to float tensors; no step rounds to
@@ -23,7 +23,7 @@ from ratp.functional.colour import Operation, apply_colours_, plan_colours
 
 @dataclass(frozen=True)
 class Taps:
-    """Source pixels of each position of a resized axis (n, size, taps), and their weights."""
+    """Source pixels of each position of a resized axis (n, size, taps), with their weights."""
 
     index: Tensor
     weight: Tensor
@@ -44,7 +44,7 @@ class ResizePlan:
 
 
 def plan_resize(boxes: Tensor, flip: Tensor | None, height: int, width: int, size: int) -> ResizePlan:
-    """Plans antialiased bilinear resizing in which every image has its own box.
+    """Plans antialiased bilinear resizing with a separate box per image.
 
     The result equals cutting out each box and resizing it alone. Along each axis, a position of the result is a
     weighted sum of the few pixels under a triangle, two pixels wide when enlarging and growing with the box otherwise.
@@ -185,7 +185,7 @@ class Transform:
         return self.apply(images, self.draw(count, height, width, generator))
 
     def draw(self, count: int, height: int, width: int, generator: torch.Generator) -> TransformDraw:
-        """Draws all random numbers of one call for ``count`` images of ``height`` × ``width``."""
+        """Samples all random numbers of one call for ``count`` images of ``height`` × ``width``."""
         if count < 0 or height < 1 or width < 1:
             raise RatpError(f"expected images of 1×1 or more, got {count} of {height}×{width}.")
         config, device = self.config, generator.device
@@ -205,7 +205,7 @@ class Transform:
         return TransformDraw(boxes, flip, order, factors, grey)
 
     def apply(self, images: Tensor, draw: TransformDraw) -> Tensor:
-        """Transforms ``images`` with numbers drawn for their size; each row depends on its own numbers alone."""
+        """Transforms ``images`` with numbers sampled for their size; each row depends only on its own numbers."""
         _check(images)
         rows = {len(numbers) for numbers in vars(draw).values() if numbers is not None}
         if rows - {len(images)}:

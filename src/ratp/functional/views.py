@@ -1,4 +1,4 @@
-"""Weak and strong views of images for contrastive learning, drawn separately for each image of a batch.
+"""Weak and strong views of images for contrastive learning, sampled separately for each image of a batch.
 
 A view is a transform of :mod:`ratp.functional.transforms` whose colour jitter applies to some images only, then a
 shift by a few pixels, then a blur of some images. Nothing is read back from the device.
@@ -17,7 +17,7 @@ from ratp.errors import ConfigError
 from ratp.functional.colour import blur
 from ratp.functional.transforms import NONE, Transform, TransformConfig, TransformDraw
 
-# Where a blur is cut off, in multiples of σ.
+# The radius of a blur, in multiples of σ.
 REACH = 3
 
 

@@ -135,7 +135,7 @@ NAMES = tuple(REGISTRY)
 def register_backbone(
     name: str, build: Callable[[], nn.Module], *, features: int | None = None, usual: PretrainedInput | None = None
 ) -> None:
-    """Makes a module of your own available as ``network.backbone=NAME``, in this process.
+    """Makes your own module available as ``network.backbone=NAME`` in this process.
 
     Registering a name again replaces the earlier entry. A method file may register what it needs when it is imported.
 
@@ -201,7 +201,7 @@ def is_pretrained(name: str) -> bool:
 def expected_tensors(name: str) -> dict[str, Tensor]:
     """Returns the tensors of a backbone at width 1, of which only names and shapes are meaningful."""
     check_backbone(name)
-    # Built-in ones on the meta device: without the numbers. Others may compute with theirs.
+    # Built-in backbones need no values and use the meta device. Others may compute with their values.
     device = torch.device("meta" if name in NAMES else "cpu")
     with torch.random.fork_rng(devices=[]), device:
         return dict(_build(name).state_dict())
@@ -235,7 +235,7 @@ def _check_timm_name(name: str) -> None:
 
 
 def _measure(model: nn.Module, name: str, image_size: tuple[int, int]) -> int:
-    """Measures the dimension of a model's features; what timm declares is not always what a model returns."""
+    """Measures the dimension of a model's features, which timm does not always declare correctly."""
     was = model.training
     try:
         with torch.no_grad():

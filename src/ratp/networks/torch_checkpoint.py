@@ -48,7 +48,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _refusal(path: Path, reason: str) -> str:
-    """Says why a file is refused; torch's own message advises running whatever the file holds."""
+    """Explains why a file is refused; torch's own message advises running whatever the file contains."""
     advice = "Where it was made, save the tensors alone: torch.save(model.state_dict(), FILE)."
     asked = re.search(r"\bGLOBAL (\S+)", reason)
     if asked:
@@ -73,7 +73,7 @@ def state_dicts(data: Any, depth: int = _DEPTH) -> Iterator[dict[str, Tensor]]:
 
 
 def looks_like(path: Path) -> str | None:
-    """Says what a file that should hold weights seems to be instead, if anything."""
+    """Describes what a file that should contain weights seems to be instead; None if nothing else."""
     with path.open("rb") as file:
         head = file.read(512)
     if not head:

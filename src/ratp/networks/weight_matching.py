@@ -10,7 +10,7 @@ from torch import Tensor
 from ratp.errors import RatpError
 from ratp.networks.backbones import NAMES, expected_tensors
 
-# Layers after the features, as libraries call them: useless to a backbone, and no sign of a wrong file.
+# Names that libraries give to layers after the features, which a backbone ignores.
 HEADS = frozenset(
     {"fc", "classifier", "classif", "head", "heads", "head_dist", "heads_dist", "aux_head", "last_linear", "linear"}
     | {"logits", "output", "projector", "projection_head", "predictor"}
@@ -49,7 +49,7 @@ class Match:
         return len(self.names) + len(self.misshapen), -len(self.strange)
 
     def explain(self) -> str:
-        """Says in a sentence what was expected and what was found."""
+        """Describes in a sentence what was expected and what was found."""
         parts = ["Expected {} tensors, found {}".format(*self.counts)]
         for what, names in (("missing", self.missing), ("of another shape", self.misshapen), ("unknown", self.strange)):
             if names:

@@ -22,7 +22,7 @@ from ratp.networks.weight_matching import best_match, matching_backbone, refuse_
 OWN_PREFIX = "backbone."
 # Suffixes of files that hold pickles.
 PICKLED = frozenset({".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar", ".th"})
-OTHERWISE = "Give a file of your own by --weights FILE, or --weights none to start from random numbers."
+OTHERWISE = "Give your own file with --weights FILE, or --weights none to start from random numbers."
 
 
 class PartWarning(Note):
@@ -31,7 +31,7 @@ class PartWarning(Note):
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights a backbone starts from.
+    """Initial weights of a backbone.
 
     Attributes:
         name: Name of the file or of the published weights; never a path.
@@ -149,7 +149,7 @@ def _published_by_torchvision(backbone: str) -> Weights:
 
 @lru_cache(maxsize=2)
 def _read_published_once(path: Path, state: tuple[int, ...]) -> Weights:
-    """Reads a file of torchvision's once, likewise."""
+    """Reads a file of torchvision once, in the same way."""
     digest = sha256_of(path)
     wanted = path.stem.rpartition("-")[2]  # torchvision's names end in the first digits of the hash
     if not digest.startswith(wanted):

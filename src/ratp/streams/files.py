@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +17,8 @@ from ratp.data.cache.decoded import DecodedDomain, open_decoded
 from ratp.data.cache.manifest import duplicates_between
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.data.read.listing import is_clutter
-from ratp.errors import ConfigError, RatpError, nearest
+from ratp.errors import MOST_NAMES, ConfigError, RatpError, nearest
 from ratp.streams.stream import DataOptions, LoadedDomain
-
-_LISTED = 20
 
 
 def load_domains(
@@ -37,14 +36,17 @@ def load_domains(
     alike = _alike({name: path for name, path in paths.items() if name not in unlabelled})
     for name, path in paths.items():
         sure = classes is not None or name in alike
+        progress = None if options.progress is None else partial(options.progress, name)
         try:
-            found[name] = _open(name, path, size, options, labelled=name not in unlabelled, sure=sure)
+            found[name] = open_decoded(
+                path, size, on_bad=options.on_bad, labelled=name not in unlabelled, sure=sure, progress=progress
+            )
         except RatpError as error:
             problems.append(f"domain {name!r}: {error}")
     source = next(iter(paths))
     if source in found and found[source].class_names is None:
         problems.append(
-            f"the source {source!r} has no labels: all its images lie directly in {paths[source]}. "
+            f"the source {source!r} has no labels: all its images are directly in {paths[source]}. "
             "Put them into one folder per class."
         )
     known = tuple(classes or (source in found and found[source].class_names) or ())
@@ -61,8 +63,7 @@ def load_domains(
         loaded.append(LoadedDomain(domain, origin(paths[name], decoded), files, notes))
     if problems:
         raise ConfigError(problems)
-    shared = _shared_images(found)
-    if shared:
+    if shared := _shared_images(found):
         loaded[0] = replace(loaded[0], notes=(*loaded[0].notes, shared))
     return loaded
 
@@ -74,12 +75,6 @@ def _alike(paths: Mapping[str, Path]) -> set[str]:
     return {name for name, names in folders.items() if often[names] > 1}
 
 
-def _open(name: str, path: Path, size: int, options: DataOptions, *, labelled: bool, sure: bool) -> DecodedDomain:
-    report = options.progress
-    progress = None if report is None else lambda done, of: report(name, done, of)
-    return open_decoded(path, size, on_bad=options.on_bad, labelled=labelled, sure=sure, progress=progress)
-
-
 def _labelled(
     name: str, decoded: DecodedDomain, classes: Sequence[str], options: DataOptions, *, source: str
 ) -> tuple[LabelledDomain | UnlabelledDomain, tuple[str, ...], tuple[str, ...]]:
@@ -88,17 +83,14 @@ def _labelled(
     files = tuple(file.name for file in decoded.manifest.usable)
     if decoded.class_names is None or decoded.class_index is None:
         return UnlabelledDomain(name, decoded.images, manifest), files, ()
-    index = {label: k for k, label in enumerate(classes)}
     counts = decoded.manifest.counts
-    extra = [label for label in decoded.class_names if label not in index]
-    if extra and options.extra_classes == "stop":
-        raise ConfigError(_unknown_classes(name, extra, counts, classes))
+    index = {label: k for k, label in enumerate(classes)}
     places = torch.tensor([index.get(label, -1) for label in decoded.class_names])
     labels = places[decoded.class_index]
     images, notes = decoded.images, []
-    if extra:
+    if extra := [label for label in decoded.class_names if label not in index]:
         kept = labels >= 0
-        if not bool(kept.any()):
+        if options.extra_classes == "stop" or not bool(kept.any()):
             raise ConfigError(_unknown_classes(name, extra, counts, classes))
         dropped = ", ".join(f"{label} ({counts[label]:,})" for label in extra)
         notes.append(f"{name}: left out the images of other classes than those of the stream: {dropped}.")
@@ -108,22 +100,19 @@ def _labelled(
     if missing:
         unlearnt = ", which the model therefore cannot learn" if name == source else ""
         notes.append(f"{name}: no images of {some(missing)}{unlearnt}.")
-    few = [label for label in classes if counts.get(label) == 1]
-    if few and name == source:
+    if name == source and (few := [label for label in classes if counts.get(label) == 1]):
         notes.append(f"{name}: a single image of {some(few)}.")
     return LabelledDomain(name, images, labels, tuple(classes), manifest=manifest), files, tuple(notes)
 
 
 def _unknown_classes(name: str, extra: Sequence[str], counts: Mapping[str, int], classes: Sequence[str]) -> str:
-    listed = []
-    for label in extra[:_LISTED]:
+    def described(label: str) -> str:
         near = nearest(label, [known for known in classes if known not in counts] or classes)
-        hint = f", perhaps {near!r} renamed" if near else ""
-        listed.append(f"{label!r} ({counts[label]:,} images{hint})")
-    more = f" and {len(extra) - _LISTED} more" if len(extra) > _LISTED else ""
+        return f"{label!r} ({counts[label]:,} images{f', perhaps {near!r} renamed' if near else ''})"
+
     return (
-        f"domain {name!r} has other classes than those of the stream: {', '.join(listed)}{more}. The stream has "
-        f"{some(classes)}. Rename the folders, leave those images out with --extra-classes drop, or, if the domain "
+        f"domain {name!r} has classes that the stream lacks: {some([described(label) for label in extra])}. The stream "
+        f"has {some(classes)}. Rename the folders, leave those images out with --extra-classes drop, or, if the domain "
         f"has no labels, say so: --unlabelled {shlex.quote(name)}, or in a .toml file unlabelled = true."
     )
 
@@ -132,13 +121,10 @@ def _empty_folders(name: str, path: Path, decoded: DecodedDomain) -> tuple[str, 
     """Returns a note on class folders without images, which do not count as classes."""
     if decoded.class_names is None or not path.is_dir():
         return ()
-    root = path
-    below = _folders(root)
-    if len(below) == 1 and below[0] not in decoded.class_names:  # all classes lie in one extra folder
-        root = path / below[0]
-        below = _folders(root)
-    known = set(decoded.class_names)
-    empty = [folder for folder in below if unicodedata.normalize("NFC", folder) not in known]
+    below = _folders(path)
+    if len(below) == 1 and below[0] not in decoded.class_names:  # one extra folder contains all classes
+        below = _folders(path / below[0])
+    empty = [folder for folder in below if unicodedata.normalize("NFC", folder) not in decoded.class_names]
     return (f"{name}: no images in {some(empty)}: not a class.",) if empty else ()
 
 
@@ -160,5 +146,5 @@ def _shared_images(found: Mapping[str, DecodedDomain]) -> str | None:
 
 def some(names: Sequence[str]) -> str:
     """Lists names in a message; of many only the first."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

@@ -163,7 +163,7 @@ def _place(folder: Path, place: str, problems: list[str]) -> Path:
 
 
 def _twice(paths: Sequence[Path]) -> list[str]:
-    """Returns the places that several paths lead to."""
+    """Returns the folders or zips to which several paths point."""
     places = Counter(os.path.realpath(path) for path in paths if "\0" not in str(path))
     return [place for place, count in places.items() if count > 1]
 
@@ -179,7 +179,7 @@ def _places(file: str, domains: Mapping[str, Any], problems: list[str]) -> tuple
 
 
 def _mistakes(table: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the description of a domain."""
+    """Lists the mistakes in the description of a domain."""
     found = [unknown("key", key, _OF_A_DOMAIN) for key in table if key not in _OF_A_DOMAIN]
     if "path" not in table and not found:
         found.append("it needs a path, e.g. path = 'pictures/day'.")

@@ -35,7 +35,7 @@ class DataOptions:
     """How to read images from files.
 
     Attributes:
-        folder: Where the benchmarks lie; by default ``$RATP_DATA``, else ``data`` in the working folder.
+        folder: Folder of the benchmarks; by default ``$RATP_DATA``, else ``data`` in the working folder.
         on_bad: What to do about unusable image files.
         extra_classes: What to do about classes of a target that the source lacks.
         progress: Called with a domain's name, the number of its decoded files and that of all its files.
@@ -71,7 +71,7 @@ class StreamSpec(StreamInfo):
     Attributes:
         recipe: Sizes that all methods share on it.
         load: Loads domains from their codes, the source first, and the side of the images.
-        places: Maps codes to the folders or zips that ``load`` reads; None if it draws its images.
+        places: Maps codes to the folders or zips that ``load`` reads; None if it generates its images.
         values: Name under which methods list their values for the stream; empty for the stream's own name.
         needs_order: Whether the user must give an order, because there is no natural one.
         unlabelled: Codes of domains to read without labels, whatever folders they have.
@@ -95,7 +95,7 @@ class Stream:
         source: Training part of the labelled source.
         targets: Training images of the targets, without labels.
         tests: Test set of every domain, the source first: for the evaluator only. None for a domain without labels.
-        answers: The training images of the targets with their labels, for oracles only; None for a domain without.
+        answers: Training images of the targets with labels, for oracles only; None for a domain without labels.
         fingerprints: By domain, the hash of its files, or of its images and labels if there are no files.
         origins: By domain, how it differs from the published data.
         files: File names of the domains without labels.
@@ -253,9 +253,7 @@ def _checked(parts: Sequence[Domain]) -> LabelledDomain:
         if count > 1
     ]
     if len(source.classes) < 2:
-        problems.append(
-            f"the source {source.name!r} has a single class ({source.classes[0]}): there is nothing to classify."
-        )
+        problems.append(f"the source {source.name!r} has a single class ({source.classes[0]}): it needs at least two.")
     if problems:
         raise ConfigError(problems)
     return source

@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: captured once, then replayed as a whole, without the host's work in between.
+"""Training steps as CUDA graphs: captured once, then replayed as a whole, without work on the host in between.
 
 A small network's step is hundreds of short kernels, and launching them from Python takes several times as long as
 running them. A replay launches the kernels of several steps at once, on the same memory and with the same generators,
@@ -25,7 +25,7 @@ from ratp.errors import Note
 WARM_UP = 3
 # Most steps in a graph: enough to make the host's cost of a replay, some ten kernels for generators, negligible.
 BUNCH = 10
-# Share of a GPU's memory that must be free to capture beside other runs; with less, caches are emptied first.
+# Share of a GPU's memory that must be free to capture while other runs use it; with less, caches are emptied first.
 ENOUGH = 0.25
 
 # Held while a graph is captured or freed. Torch captures one graph at a time, freeing cached memory breaks a capture,
@@ -66,7 +66,7 @@ def stepper(
 
     Args:
         step: One step, which meets the conditions of :class:`ratp.training.phase.Phase` for ``captures``.
-        generators: All generators on the device that it draws from.
+        generators: All generators on the device that it uses.
         capture: Whether to capture it; if not, or if it cannot be, every call makes one eager step.
         bunch: Steps per graph.
     """
@@ -145,8 +145,8 @@ class _CapturedSteps:
     def _record(self) -> torch.cuda.CUDAGraph | None:
         """Captures a graph without running it; None, and nothing has changed, if it cannot be captured.
 
-        Cached memory is freed first, as ``torch.cuda.graph`` does, but beside other runs only if memory is short: it
-        waits for the work of all of them.
+        Cached memory is freed first, as ``torch.cuda.graph`` does. If other runs use the GPU, this happens only when
+        memory is short, because it waits for the work of all of them.
         """
         graph = torch.cuda.CUDAGraph()
         # A failed capture leaves its generators unusable: they then get their state from a copy.
@@ -175,7 +175,7 @@ class _CapturedSteps:
 
 
 def on_two_streams(device: torch.device, one: Callable[[], T], other: Callable[[], U]) -> tuple[T, U]:
-    """Calls ``one`` on a stream of its own while ``other`` uses the current one; in turn where runs share the GPU."""
+    """Calls ``one`` on a second stream while ``other`` uses the current one; in turn where runs share the GPU."""
     if _own_stream() is not None:
         return one(), other()
     current, beside = torch.cuda.current_stream(device), _stream_beside(device)
@@ -217,13 +217,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _common_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of threads that have none of their own."""
+    """Returns the stream of all threads without a private one."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of :func:`on_two_streams`."""
+    """Returns the second stream of :func:`on_two_streams`."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

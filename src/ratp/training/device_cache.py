@@ -31,7 +31,7 @@ def with_images_on(domain: D, device: torch.device) -> D:
 def shared_copy(images: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of images on ``device``, an existing one if its contents are the same.
 
-    It is complete on return, whichever stream the caller uses.
+    The copy is complete on return, whichever stream the caller uses.
     """
     key = (device, images.shape)
     with _lock:
@@ -42,5 +42,5 @@ def shared_copy(images: Tensor, device: torch.device) -> Tensor:
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             stream.synchronize()
-            found.record_stream(stream)  # the memory is given to nobody else before this stream is done with it
+            found.record_stream(stream)  # the memory is not reused before this stream has finished with it
     return found

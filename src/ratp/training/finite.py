@@ -1,8 +1,8 @@
 """Detects NaN and infinities in training, and finds the batch that caused them.
 
 Losses are summed on the device, and one NaN poisons the sum: it suffices to check means and weights once per epoch and
-before anything is saved. If they are not finite, the stage is repeated from what was saved last, with the same draws,
-and checked after every step of that epoch. Only then, and never while a CUDA graph is captured, are draws logged.
+before anything is saved. If they are not finite, the stage is repeated from the last checkpoint with the same random
+numbers and checked after every step of that epoch. Sampled images are logged only then, never during a capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _thread = threading.local()
 
 @dataclass
 class Draws:
-    """Images that were drawn.
+    """Sampled images.
 
     Attributes:
         images: Indices in the stage's domain.
@@ -37,7 +37,7 @@ class Draws:
 
 @contextmanager
 def logging_draws() -> Iterator[Draws]:
-    """Within the block, logs which images this thread draws."""
+    """Logs which images this thread samples within the block."""
     draws = _thread.draws = Draws()
     try:
         yield draws
@@ -46,12 +46,12 @@ def logging_draws() -> Iterator[Draws]:
 
 
 def log_draw(places: Tensor, own: int | None = None, among: Tensor | None = None) -> None:
-    """Logs that images were drawn, if this thread logs draws.
+    """Logs sampled images, if this thread logs them.
 
     Args:
         places: Their indices in the domain; from ``own`` on, in the memory.
-        own: Number of images of the domain; None: all indices are of the domain.
-        among: The images of the domain that were drawn from; None: all of them.
+        own: Number of images of the domain; None: all indices refer to the domain.
+        among: The images of the domain to which the indices refer; None: all of them.
     """
     draws: Draws | None = getattr(_thread, "draws", None)
     if draws is None:
@@ -84,7 +84,7 @@ class BadBatch:
         phase: Name of the phase.
         epoch: Its epoch, from 0.
         step: Which step of it, from 0.
-        lost: Losses or weights that were not finite; none if only what was computed from the weights was not.
+        lost: Losses or weights that were not finite; empty if only values computed from the weights were not.
         images: Indices of its images in the domain.
         memory: Indices of its images in the memory.
     """
@@ -128,7 +128,7 @@ class WeightWatch:
         return {f"{name}.{key}": value for name, one in networks.items() for key, value in one.state_dict().items()}
 
     def lost(self) -> list[str]:
-        """Returns the names of tensors that have become non-finite since this was made."""
+        """Returns the names of tensors that have become non-finite since this object was created."""
         return [name for name in lost_weights(self._tensors()) if name not in self._were_none]
 
     def check(self, progress: Progress) -> None:
@@ -154,12 +154,12 @@ def find_batch(
     capture: bool,
     weights: WeightWatch,
 ) -> BadBatch | None:
-    """Repeats training to find the batch after which values were not finite; None: all are, this time.
+    """Repeats training to find the batch after which values were not finite; None if all are finite this time.
 
     Args:
         phases: The phases, in the state that ``progress`` describes.
         progress: Where to begin.
-        error: What had happened.
+        error: The error to reproduce.
         capture: Whether to capture the steps before that epoch.
         weights: Watches what is trained.
     """

@@ -35,7 +35,7 @@ def choose_exemplars(features: Tensor, count: int, selection: Selection) -> Tens
 
 
 def _herd(features: Tensor, mean: Tensor, count: int) -> Tensor:
-    """Compares all images for every pick."""
+    """Compares all images for each pick."""
     taken = torch.zeros(len(features), dtype=torch.bool, device=features.device)
     total = torch.zeros_like(mean)
     picks = torch.zeros(count, dtype=torch.int64, device=features.device)
@@ -49,7 +49,7 @@ def _herd(features: Tensor, mean: Tensor, count: int) -> Tensor:
 
 
 def _herd_by_shortlist(features: Tensor, mean: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the same picks, at one matrix-vector product each, and whether they are certain to be the same.
+    """Returns the picks of :func:`_herd`, at one matrix-vector product each, and whether they are certainly the same.
 
     With v = step·μ − Σ_taken f, distances are ordered as ‖f_i‖² − 2 v·f_i. The best by this are compared exactly, as
     rounding may have changed their order; images that no rounding could have made best are not.
@@ -64,7 +64,7 @@ def _herd_by_shortlist(features: Tensor, mean: Tensor, count: int) -> tuple[Tens
         v = step * mean - total
         score = torch.addmv(squares, features, v, alpha=-2).masked_fill_(taken, torch.inf)
         best = score.topk(SHORTLIST + 1, largest=False)
-        # Both ways err by less than (d + 16·step + 8)·ε·(‖v‖ + max ‖f‖)², and twice that can part them.
+        # Both scores err by less than (d + 16·step + 8)·ε·(‖v‖ + max ‖f‖)², so they differ by at most twice that.
         error = torch.finfo(features.dtype).eps * (features.shape[1] + 16 * step + 8) * (v.norm() + longest).square()
         sure &= best.values[-1] > best.values[0] + 2 * error
         shortlist = best.indices[:SHORTLIST].sort().values
@@ -121,30 +121,24 @@ class Memory:
         Args:
             images: All images of the domain, uint8.
             labels: Their labels or pseudo-labels.
-            features: What exemplars are chosen by, shape (n, d).
+            features: Features that the choice is based on, shape (n, d).
             selection: How they are chosen.
         """
         quota = self.quota(self.seen + 1)
         by_class = labels.argsort(stable=True).split_with_sizes(labels.bincount(minlength=self.classes).tolist())
-        chosen = [
-            members[choose_exemplars(features[members], quota, selection)] for members in by_class if len(members)
-        ]
+        chosen = [own[choose_exemplars(features[own], quota, selection)] for own in by_class if len(own)]
         picks = torch.cat(chosen)
-        kept = self._first(quota)
+        # The first ``quota`` images of every stored domain and class stay.
+        kept = (ranks_within(self.domains * self.classes + self.labels) < quota).nonzero().squeeze(1)
         new = images[picks]
         self.images = torch.cat([self.images[kept], new]) if len(kept) else new
         self.labels = torch.cat([self.labels[kept], labels[picks]])
         self.domains = torch.cat([self.domains[kept], torch.full_like(picks, self.seen)])
         self.seen += 1
 
-    def _first(self, quota: int) -> Tensor:
-        """Positions of the first ``quota`` images of every stored domain and class, in order."""
-        return (ranks_within(self.domains * self.classes + self.labels) < quota).nonzero().squeeze(1)
-
     def state(self) -> dict[str, Tensor]:
         """Returns everything stored, as tensors."""
-        seen = torch.tensor(self.seen)
-        return {"images": self.images, "labels": self.labels, "domains": self.domains, "seen": seen}
+        return {"images": self.images, "labels": self.labels, "domains": self.domains, "seen": torch.tensor(self.seen)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores what :meth:`state` returned."""

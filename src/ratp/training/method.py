@@ -38,7 +38,7 @@ Statistics = Literal["running", "batch"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method is built from, besides its own switches.
+    """Everything that a method is built from, besides its own switches.
 
     Attributes:
         recipe: Sizes shared by all methods on the stream.
@@ -48,7 +48,7 @@ class Setting:
         device: Where to compute.
         weights: Initial weights of the feature extractor; None: random.
         precision: Precision of the network.
-        models: Source networks of earlier runs; None: none are used.
+        models: Source networks of earlier runs; None: train without them.
     """
 
     recipe: Recipe
@@ -89,9 +89,9 @@ def check_state(state: object, giver: str) -> None:
         raise ContractError(f"{wanted}; got {shown(state)}.")
     for name, value in state.items():
         if not isinstance(name, str):
-            raise ContractError(f"{wanted}; the name {name!r} is no text.")
+            raise ContractError(f"{wanted}; the name {name!r} is not a text.")
         if value is None:
-            raise NotYetError(f"{wanted}; {name!r} is None. Leave out what there is not.")
+            raise NotYetError(f"{wanted}; {name!r} is None. Leave out what does not exist yet.")
         if not isinstance(value, Tensor):
             hint = "pack({…}) joins parts" if isinstance(value, Mapping) else "torch.tensor(…) makes one of numbers"
             raise ContractError(f"{wanted}; {name!r} is {shown(value)}. {hint}.")
@@ -146,7 +146,7 @@ class Method(Stateful, ABC):
     _knows_source = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Lets every method remember that it knows the source, and checks phases and state whenever it returns them."""
+        """Makes every method record that it knows the source, and checks all phases and states it returns."""
         super().__init_subclass__(**keywords)
         for name in ("source_phases", "load_state"):
             if name in vars(cls):
@@ -217,10 +217,10 @@ class Method(Stateful, ABC):
 
     def labelled_target_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns the phases for one more target domain, with its labels."""
-        raise RatpError(f"{self.name} must not be told the labels of {domain.name!r}.")
+        raise RatpError(f"{self.name} must not see the labels of {domain.name!r}.")
 
     def predict_for_domain(self, images: Tensor, stage: int) -> Tensor | None:
-        """As :meth:`predict`, for images known to be of the domain of a stage; None: that makes no difference.
+        """Predicts like :meth:`predict`, for images of a stage's domain; None if knowing the domain changes nothing.
 
         Stages that the guard undid do not count.
         """

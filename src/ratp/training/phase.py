@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -36,7 +35,7 @@ class Phase(Stateful, ABC):
       on the step's number, and nothing is read back (no ``item``, ``nonzero``, indexing by a mask);
     * changes tensors in place only, those of optimiser and networks included, and keeps no state in Python:
       what ``begin_epoch`` changes, it writes into tensors that the step reads (``copy_``, ``fill_``);
-    * draws from ``generators`` only;
+    * takes random numbers from ``generators`` only;
     * leaves the modules in the mode in which the next step expects them.
 
     Attributes:
@@ -44,7 +43,7 @@ class Phase(Stateful, ABC):
         epochs: Number of epochs.
         steps: Updates per epoch.
         captures: Whether the step may be captured.
-        generators: All generators that the step draws from.
+        generators: All generators that the step uses.
     """
 
     name: str
@@ -55,9 +54,9 @@ class Phase(Stateful, ABC):
     saved = "generators"
 
     def begin(self) -> None:
-        """Prepares the phase when its turn comes, and again before its state is loaded.
+        """Prepares the phase before its first epoch, and again before its state is loaded.
 
-        Dropout is bound to its generator here, for example. Nothing may depend on what training has changed.
+        For example, it binds dropout to its generator. The result must not depend on anything that training changes.
         """
 
     @abstractmethod
@@ -74,11 +73,11 @@ class Phase(Stateful, ABC):
 
 
 class ContractError(RatpError):
-    """A method returns something other than the contract asks for."""
+    """A method returns something that violates the contract."""
 
 
 class NotYetError(ContractError):
-    """A method returns nothing where it may return something after training."""
+    """A method returns nothing yet, but may return something after training."""
 
 
 def called(method: object, function: str) -> str:
@@ -128,7 +127,7 @@ class Tick:
         phase: The current phase.
         epoch: Its epoch, from 0.
         step: Steps done in this epoch.
-        made: Steps done since the previous tick.
+        made: Number of steps since the previous tick.
         read_means: Computes ``means``; must be called before the next step.
         statistics: What ``begin_epoch`` returned.
         epoch_done: Whether this was the last step of the epoch.
@@ -194,7 +193,7 @@ class _Means(Stateful):
 
         def read() -> Mapping[str, Tensor]:
             if steps != self.steps:
-                raise RatpError("the means of a tick must be read before the next step is made.")
+                raise RatpError("the means of a tick must be read before the next step.")
             if self._names is None or self._sums is None:
                 return {}
             return dict(zip(self._names, (self._sums / steps).float().unbind(), strict=True))
@@ -214,7 +213,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _recorded(record: Mapping[str, float], where: str) -> dict[str, float]:
-    """Returns the statistics to record, once all are known to be numbers."""
+    """Returns the statistics to record after checking that all are numbers."""
     wanted = f"{where} must return the numbers to record by name, e.g. {{'lr': 0.1}}, or {{}}"
     if not isinstance(record, Mapping):
         raise RatpError(f"{wanted}; got {record!r}.")
@@ -226,13 +225,13 @@ def _recorded(record: Mapping[str, float], where: str) -> dict[str, float]:
 
 
 class Progress(Stateful):
-    """Where training is in its phases: all the state of the loop.
+    """The state of the loop: how far training has got in its phases.
 
     Attributes:
         phase: Number of the phase.
         epoch: Its epoch.
         begun: Whether ``begin_epoch`` was called for it.
-        statistics: What that returned.
+        statistics: What ``begin_epoch`` returned.
         means: Sums over the epoch so far.
     """
 
@@ -257,10 +256,6 @@ class Progress(Stateful):
             self.means.clear()
             self.begun = True
 
-    def next_epoch(self) -> None:
-        """Goes to the next epoch."""
-        self.epoch, self.begun = self.epoch + 1, False
-
     def next_phase(self) -> None:
         """Goes to the next phase."""
         self.phase, self.epoch, self.begun, self.statistics, self.means = self.phase + 1, 0, False, {}, _Means()
@@ -268,17 +263,13 @@ class Progress(Stateful):
 
 def save_stage(method: Stateful, phases: Sequence[Phase], progress: Progress) -> State:
     """Returns what is needed to continue a stage: the state of progress, method and the phases that have begun."""
-    begun = phases[: progress.phases_begun]
-    return {
-        "progress": progress.state_dict(),
-        "method": method.state_dict(),
-        "phases": [phase.state_dict() for phase in begun],
-    }
+    begun = [phase.state_dict() for phase in phases[: progress.phases_begun]]
+    return {"progress": progress.state_dict(), "method": method.state_dict(), "phases": begun}
 
 
 @torch.no_grad()
 def load_stage(state: Mapping[str, Any], method: Stateful, phases: Sequence[Phase], progress: Progress) -> None:
-    """Restores what :func:`save_stage` returned, into a stage that was built from the same beginning."""
+    """Restores what :func:`save_stage` returned, into a stage that was built from the same starting point."""
     progress.load_state_dict(state["progress"])
     begun = phases[: progress.phases_begun]
     for phase in begun:
@@ -313,12 +304,8 @@ def _train_phase(phase: Phase, capture: bool, progress: Progress) -> Iterator[Ti
     def step() -> None:
         means.add(phase.step())
 
-    def once(_: int) -> int:
-        step()
-        return 1
-
-    captures = capture and phase.captures
-    with stepper(step, phase.generators, bunch=bunches(phase.steps)) if captures else nullcontext(once) as update:
+    capture = capture and phase.captures
+    with stepper(step, phase.generators, capture=capture, bunch=bunches(phase.steps)) as update:
         while progress.epoch < phase.epochs:
             progress.begin(phase)
             while means.steps < phase.steps:
@@ -326,7 +313,7 @@ def _train_phase(phase: Phase, capture: bool, progress: Progress) -> Iterator[Ti
                 means.steps += made
                 done = means.steps == phase.steps
                 yield Tick(phase, progress.epoch, means.steps, made, means.reader(), progress.statistics, done)
-            progress.next_epoch()
+            progress.epoch, progress.begun = progress.epoch + 1, False
     record = _recorded(phase.finish(), f"finish of the phase {phase.name!r}")
     progress.next_phase()
     yield record

@@ -96,7 +96,7 @@ class Batches(Stateful):
 class SupervisedPhase(Phase):
     """Trains on a labelled domain by cross-entropy, with SGD.
 
-    If an earlier run has trained the same network, the phase takes it and has no epochs.
+    If an earlier run has trained the same network, the phase loads it and has no epochs.
 
     Args:
         setting: Recipe, randomness and device.
@@ -108,7 +108,7 @@ class SupervisedPhase(Phase):
         stage: Number of the stage.
         memory: Exemplars to replay; None: no replay.
         forward: Passes a batch, possibly with copies of its images, through the network; None: the batch alone.
-        generators: Generators that ``forward`` draws from.
+        generators: Generators that ``forward`` uses.
         finish: Called at the end with the domain on the device; its result is recorded.
     """
 
@@ -132,7 +132,7 @@ class SupervisedPhase(Phase):
     ) -> None:
         recipe = setting.recipe
         self.name: Literal["source", "target"] = "target" if stage else "source"
-        self.epochs, self.steps = recipe.epochs, recipe.steps
+        self.steps = recipe.steps
         self._network, self._batch, self._smoothing, self._finish = network, recipe.batch, smoothing, finish
         self._domain = domain.to(setting.device)
         self._batches = Batches(setting, self.name, stage, self._domain.images, self._domain.labels, memory)
@@ -143,8 +143,7 @@ class SupervisedPhase(Phase):
         self._optimiser = StageSGD(trained, recipe.lr, recipe.epochs, sgd, recipe.steps)
         models = setting.models if stage == 0 and forward is None else None
         self._shared = SharedTraining(models, self._describe(sgd, trained), network)
-        if self._shared.is_done:
-            self.epochs = 0
+        self.epochs = 0 if self._shared.is_done else recipe.epochs
 
     def _describe(self, sgd: SGDConfig, trained: Sequence[tuple[Sequence[Tensor], float]]) -> dict[str, Any]:
         """Describes what the trained network depends on besides recipe, seed and source."""
@@ -177,7 +176,7 @@ class SupervisedPhase(Phase):
         return {"total": loss}
 
     def finish(self) -> dict[str, float]:
-        """Shares or takes the trained network, then calls ``finish``."""
+        """Stores or loads the shared network, then calls ``finish``."""
         return self._shared.finish() | (self._finish(self._domain) if self._finish else {})
 
 
@@ -206,12 +205,10 @@ class SinglePass(Phase):
     ) -> None:
         self._method, self._finish = method, finish
         self._images = domain.images.to(setting.device)
-        size = setting.recipe.batch
         order = torch.randperm(len(self._images), generator=setting.randomness.generator("pass", stage))
-        self._parts = list(torch.split(order.to(setting.device), size))
+        self._parts = list(torch.split(order.to(setting.device), setting.recipe.batch))
         if len(self._parts) > 1 and len(self._parts[-1]) < 2:  # one image has no batch statistics
-            last = self._parts.pop()
-            self._parts[-1] = torch.cat([self._parts[-1], last])
+            self._parts[-2:] = [torch.cat(self._parts[-2:])]
         self.steps = len(self._parts)
         self._next = 0
 
@@ -227,8 +224,7 @@ class SinglePass(Phase):
         log_draw(part)
         logits = self._method.observe(self._images[part])
         self._next += 1
-        probabilities = logits.softmax(dim=1)
-        return {"entropy": torch.special.entr(probabilities).sum(dim=1).mean()}
+        return {"entropy": torch.special.entr(logits.softmax(dim=1)).sum(dim=1).mean()}
 
     def finish(self) -> dict[str, float]:
         """Calls ``finish``."""
@@ -237,23 +233,14 @@ class SinglePass(Phase):
 
 def embed_all(network: Network, setting: Setting, images: Tensor) -> tuple[Tensor, Tensor]:
     """Returns embeddings and softmax of uint8 images, in evaluation mode and without augmentation."""
-
-    def embed_and_classify(inputs: Tensor) -> tuple[Tensor, ...]:
-        output = network(inputs)
-        return output.embedding, output.logits.softmax(dim=1)
-
-    embedding, probabilities = run_in_chunks(network, embed_and_classify, images, setting.scaling())
-    return embedding, probabilities
+    embedding, logits = run_in_chunks(network, network, images, setting.scaling())
+    return embedding, logits.softmax(dim=1)
 
 
 def update_labels_(own: Tensor, labels: Tensor, probabilities: Tensor, *, first: bool) -> dict[str, float]:
-    """Overwrites labels in place, where a captured step reads them; returns statistics to record.
+    """Overwrites the labels ``own`` in place, where a captured step reads them; returns statistics to record.
 
-    Args:
-        own: The labels to overwrite.
-        labels: The new labels.
-        probabilities: Predictions of the network, shape (n, classes).
-        first: Whether there were no labels before.
+    ``probabilities`` are the network's predictions, shape (n, classes); ``first`` says that ``own`` held no labels yet.
     """
     changed = 1.0 if first else (labels != own).float().mean().item()
     own.copy_(labels)
@@ -275,22 +262,12 @@ def remember(
     selection: Selection = "herding",
     chosen_by: Literal["backbone", "embedding"] = "backbone",
 ) -> dict[str, float]:
-    """Puts the exemplars of one more domain into the memory, chosen by features of unit length.
+    """Chooses the exemplars of one more domain by features of unit length and puts them into the memory.
 
-    Args:
-        setting: Provides the scaling of images.
-        memory: Where they go.
-        network: Computes the features.
-        images: All images of the domain, uint8.
-        labels: Their labels or pseudo-labels.
-        selection: How they are chosen.
-        chosen_by: Which features.
+    ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels. ``chosen_by`` names the features.
     """
-
-    def features_of(inputs: Tensor) -> tuple[Tensor]:
-        return (network.features(inputs) if chosen_by == "backbone" else network(inputs).embedding,)
-
-    (features,) = run_in_chunks(network, features_of, images, setting.scaling())
+    compute = network.features if chosen_by == "backbone" else lambda inputs: network(inputs).embedding
+    (features,) = run_in_chunks(network, lambda inputs: (compute(inputs),), images, setting.scaling())
     memory.add(images, labels, F.normalize(features, dim=1), selection)
     return {"exemplars": float(len(memory))}
 

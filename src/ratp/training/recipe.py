@@ -39,7 +39,7 @@ class Recipe:
 
 
 def usual_values(backbone: str) -> dict[str, Any]:
-    """The sizes and the scaling a feature extractor is usually run with, by their names in a recipe."""
+    """Returns the usual sizes and scaling of a feature extractor, by their names in a recipe."""
     values: dict[str, Any] = {"network.backbone": backbone, "network.width": 1.0}
     if (usual := pretrained_input(backbone)) is None:
         return values
@@ -49,11 +49,11 @@ def usual_values(backbone: str) -> dict[str, Any]:
 
 
 def follow_backbone(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with the sizes and scaling that are usual for another feature extractor, if one is asked for.
+    """Returns the recipe with the usual sizes and scaling of another feature extractor, if ``changes`` names one.
 
     Args:
-        recipe: Where to start from.
-        changes: All values that are asked for, by their names in a recipe.
+        recipe: The recipe to change.
+        changes: All requested values, by their names in a recipe.
     """
     asked = changes.get("network.backbone")
     if not isinstance(asked, str) or asked.strip() == recipe.network.backbone:
@@ -73,15 +73,15 @@ class Scaling:
         self._offset = (-self.mean / self.std).reshape(1, -1, 1, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalised float images."""
+        """Returns normalised float images."""
         return images.to(self.mean.device).float() * self._factor + self._offset
 
     def unit(self, images: Tensor) -> Tensor:
-        """Normalised images from float images with values in [0, 1]."""
+        """Normalises float images with values in [0, 1]."""
         return images * (255 * self._factor) + self._offset
 
     def invert(self, images: Tensor) -> Tensor:
-        """uint8 images from normalised ones, clipped to what can be shown."""
+        """Converts normalised images to uint8, clipping values outside the displayable range."""
         return ((images - self._offset) / self._factor).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -93,7 +93,7 @@ class TrainingInputs:
         self._scaling = scaling
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Normalised float images, changed by numbers drawn from ``generator``."""
+        """Returns normalised float images, augmented with random numbers from ``generator``."""
         if self._transform is None:
             return self._scaling(images)
         return self._scaling.unit(self._transform(images, generator))
@@ -116,18 +116,9 @@ def chunk_size(image_shape: torch.Size, device: torch.device) -> int:
 def run_in_chunks(
     network: nn.Module, function: Callable[[Tensor], tuple[Tensor, ...]], images: Tensor, scaling: Scaling
 ) -> tuple[Tensor, ...]:
-    """Applies ``function`` to normalised images with the network in evaluation mode.
+    """Applies ``function`` to uint8 images, normalised by ``scaling``, with the network in evaluation mode.
 
-    A chunk that exceeds the GPU's memory is halved.
-
-    Args:
-        network: Put into evaluation mode meanwhile.
-        function: Turns normalised images into tensors with a row per image.
-        images: uint8.
-        scaling: Turns uint8 images into normalised ones.
-
-    Returns:
-        The function's results for all images.
+    The function returns tensors with one row per image. A chunk that exceeds the GPU's memory is halved.
     """
     was_training = network.training
     network.eval()
@@ -139,12 +130,9 @@ def run_in_chunks(
 
 
 def at_once(device: torch.device, one: Callable[[], T], other: Callable[[], U]) -> tuple[T, U]:
-    """Calls two functions that do not depend on each other, on a GPU at the same time: small kernels leave it idle.
+    """Calls two functions, at the same time on a GPU, which small kernels leave idle.
 
-    Args:
-        device: What both compute on.
-        one: Must not draw from the generators that ``other`` draws from.
-        other: The other one.
+    Neither may depend on the other or draw from the same generators.
     """
     return on_two_streams(device, one, other) if device.type == "cuda" else (one(), other())
 

@@ -1,4 +1,4 @@
-"""A cache of source networks on disk: runs that begin with the same training share it.
+"""A cache of source networks on disk, shared by runs that begin with the same training.
 
 Only a run that would compute the same network finds it: same images, sizes, switches, seed, initial weights, device,
 libraries and code of this package. A run waits while another trains the network it needs. If a file is missing, damaged
@@ -25,11 +25,11 @@ from ratp._core.locks import HeldLock, try_acquire
 from ratp.errors import RatpError, RunDirectoryError, warn_not_cached
 from ratp.training.finite import lost_weights
 
-# Networks to keep; the least recently used goes first.
+# Networks to keep; the least recently used is deleted first.
 MOST = 40
 DAY = 24 * 60 * 60.0
 
-# Locks held by threads of this process: a thread that waited for itself would wait forever.
+# Locks held by threads of this process: a thread must not wait for a lock that it holds itself.
 _HOLDERS: dict[Path, int] = {}
 
 
@@ -41,7 +41,7 @@ class TakenError(RatpError):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(f"another run trains the network that is to be kept in {path}; start again when it has.")
+        super().__init__(f"another run is training the network for {path}; start again when it has finished.")
         self.path = path
 
 
@@ -59,7 +59,7 @@ class SourceModels:
         self._held: HeldLock | None = None
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """Returns the tensors stored under ``key``; None: there are none, others wait until this run stores them."""
+        """Returns the tensors stored under ``key``; None if there are none, and other runs wait for this one."""
         path = self._path(key)
         lock = _lock_of(path)
         tensors = _read(path)
@@ -73,16 +73,16 @@ class SourceModels:
         return tensors
 
     def is_there_or_claimed(self, path: Path) -> bool:
-        """Whether another run has stored its network, or given up: then this run claims it."""
+        """Whether another run has stored its network, or has given up, so that this run could claim it."""
         return _read(path) is not None or self._claim(_lock_of(path))
 
     def _claim(self, lock: Path) -> bool:
-        """Makes other runs wait for this one; False: another run was first. Without locks, no run waits."""
+        """Makes other runs wait for this one; False if another run was first. Without locks, no run waits."""
         self.release()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             held = try_acquire(lock)
-        except OSError:  # not to be written
+        except OSError:  # the folder is not writable
             return True
         if held is None:
             return False

@@ -1,6 +1,6 @@
 """Opens a domain of image files as one tensor, decoded once and then mapped from the cache.
 
-Opening it a second time reads a list of the files and no image. Images that cannot be decoded stop the opening
+Opening it again reads the list of files but no image. Images that cannot be decoded stop the opening
 or are left out by name; none is ever replaced by another.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 OnBad = Literal["stop", "skip"]
 
-RECIPE = 2  # one more for every change that changes a pixel
+RECIPE = 2  # increase it with every change that affects a pixel
 _SHARE_OF_MEMORY = 0.8
 
 
@@ -46,8 +46,8 @@ class DecodedDomain:
     """A domain whose images have all been decoded.
 
     Attributes:
-        images: uint8 tensor of shape (N, 3, height, width), mapped from the cache: memory is needed for what is
-            used, and what is written to it stays in this process.
+        images: uint8 tensor of shape (N, 3, height, width), mapped from the cache: only used parts take memory, and
+            changes stay in this process.
         class_names: Names of the classes, sorted; None if the domain is flat.
         class_index: int64 tensor of shape (N,), indices into ``class_names``; None if the domain is flat.
         skipped: Files left out, each with the reason.
@@ -84,7 +84,7 @@ def open_decoded(
         cache: Cache folder; :func:`~ratp.data.cache.folder.cache_folder` if None. If it cannot be written, the images
             are kept in memory, and a note says so.
         on_bad: What to do if there are files that cannot be decoded: ``"stop"`` or ``"skip"`` them.
-        labelled: Whether folders are classes; if not, the domain is flat, however deep its images lie.
+        labelled: Whether folders are classes; if not, the domain is flat, at whatever depth its images are.
         sure: Whether it is known to be one domain, even if its classes look like domains.
         workers: Processes to decode in; by default as many as there are cores.
         progress: Called with the number of files decoded and that of all; not called if the images are cached.
@@ -113,7 +113,7 @@ def _checked(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _refuse_closed_folders(tree: ImageTree) -> None:
-    """Stops at folders that cannot be read, bad images or not: a whole class may lie in one."""
+    """Refuses unreadable folders even if bad images are skipped, because a whole class may be missing."""
     closed = [item for item in tree.unreadable if isinstance(item, UnreadableFolder)]
     if closed:
         which = "\n".join(f"  {escaped(name)} {reason}" for name, reason in closed)
@@ -131,7 +131,7 @@ def _domain(tree: ImageTree, images: Tensor, manifest: Manifest, notes: tuple[st
         index = {name: k for k, name in enumerate(tree.classes)}
         labels = torch.tensor([index[file.class_name or ""] for file in manifest.usable])
     left_out = [describe_skipped(manifest.bad)] if manifest.bad else []
-    notes = (*notes, *(f"{tree.name}: {told}" for told in (*left_out, *remarks_on(tree))))
+    notes = (*notes, *(f"{tree.name}: {remark}" for remark in (*left_out, *remarks_on(tree))))
     return DecodedDomain(tree.name, images, tree.classes, labels, manifest, manifest.bad, notes)
 
 
@@ -148,7 +148,7 @@ def _folder(cache: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class _Job:
-    """A domain to be decoded, and how."""
+    """A domain to decode, with all options."""
 
     tree: ImageTree
     height: int

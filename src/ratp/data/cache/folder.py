@@ -1,4 +1,4 @@
-"""Caches drawn domains on disk.
+"""Caches generated domains on disk.
 
 The cache is a convenience: a missing, damaged or foreign file is rebuilt, and an unwritable folder stops nothing.
 """
@@ -60,7 +60,7 @@ def _store(path: Path, key: str, domain: LabelledDomain) -> None:
 
 
 def _load(path: Path, key: str) -> LabelledDomain:
-    """Reads what :func:`_store` wrote, and believes it only if the fingerprint is right."""
+    """Reads what :func:`_store` wrote, and refuses it if the fingerprint is wrong."""
     from ratp.data.domain import LabelledDomain
 
     tensors, about = read_tensors(path)

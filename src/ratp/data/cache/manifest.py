@@ -33,7 +33,7 @@ class FileRecord(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The least, median and most of some number."""
+    """The smallest, median and largest of some values."""
 
     least: int
     median: int
@@ -54,8 +54,8 @@ class Manifest:
     Attributes:
         classes: Names of its classes, sorted; None if it is flat.
         unreadable: Folders and links that could not be followed.
-        ignored: The first names of files that are no images by their ending.
-        ignored_count: How many of those there are.
+        ignored: The first names of files without an image ending.
+        ignored_count: Number of all such files.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Manifest:
 
     @cached_property
     def bad(self) -> tuple[Unreadable, ...]:
-        """Files unusable images and folders that could not be read, each with the reason."""
+        """Unusable images, and folders that could not be read, each with the reason."""
         broken = (Unreadable(file.name, file.error) for file in self.files if file.error is not None)
         return tuple(sorted((*broken, *self.unreadable)))
 
@@ -166,7 +166,7 @@ def duplicates_between(manifests: Iterable[Manifest]) -> tuple[Duplicate, ...]:
 
 
 def describe(manifest: Manifest) -> list[str]:
-    """Describes a domain in lines: its contents first, then what deserves a look."""
+    """Describes a domain in lines: its contents first, then possible problems."""
     count = len(manifest.classes or ())
     classes = f"{count or 'no'} {'class' if count == 1 else 'classes'}"
     lines = [f"{manifest.name}: {len(manifest.usable):,} images, {classes}"]

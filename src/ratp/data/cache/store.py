@@ -1,6 +1,6 @@
-"""The cache of decoded images: entries of three files each, whole or absent, least recently used removed first.
+"""The cache of decoded images: complete entries of three files each, of which the least recently used go first.
 
-``KEY.images`` holds the pixels and nothing else, so that it can be mapped. ``KEY.manifest.json`` describes
+``KEY.images`` contains only pixels, so that it can be mapped. ``KEY.manifest.json`` describes
 them, and ``KEY.json``, written last, makes the entry valid. The key changes with whatever changes the pixels, so
 two processes that write the same entry write the same bytes.
 """
@@ -45,7 +45,7 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one entry."""
+    """The files of one entry, which may not exist yet."""
 
     folder: Path
     key: str
@@ -54,7 +54,7 @@ class Slot:
 
     @classmethod
     def of(cls, cache: Path, key: str, height: int, width: int) -> Slot:
-        """The place of an entry in a cache folder."""
+        """Returns the slot of an entry in a cache folder."""
         return cls(cache / _FOLDER, key, height, width)
 
     @property
@@ -94,7 +94,7 @@ class Slot:
     def writing(self) -> Iterator[None]:
         """Makes other writers of the entry wait, and removes leftovers of a killed writer."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with acquire(self.lock):  # without locks, writers do double work, with the same result
+        with acquire(self.lock):  # without locks, writers repeat the work, with the same result
             for path in _files(self.folder, self.key):
                 if path.name.startswith((".", f"{self.key}.part-")):
                     path.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ def cache_entries(cache: Path) -> list[CacheEntry]:
 
 
 def damaged_entries(cache: Path) -> list[CacheEntry]:
-    """Lists what is useless in a cache folder: damaged entries and leftovers of killed writers."""
+    """Lists the useless entries of a cache folder: damaged ones and leftovers of killed writers."""
     found = []
     for entry in _groups(cache / _FOLDER):
         slot = Slot.of(cache, entry.key, entry.height, entry.width)
@@ -197,7 +197,8 @@ def damaged_entries(cache: Path) -> list[CacheEntry]:
 def evict(cache: Path, keep_bytes: int) -> list[CacheEntry]:
     """Removes the least recently used entries until the rest takes at most ``keep_bytes``; returns what it removed.
 
-    Leftovers of killed writers go first. Entries being written stay, and a process that has one open keeps its images.
+    It removes leftovers of killed writers first and keeps entries that are being written. A process that has opened an
+    entry keeps its images.
     """
     folder = cache / _FOLDER
     entries = sorted(_groups(folder), key=lambda entry: (entry.images > 0, entry.used, entry.key))

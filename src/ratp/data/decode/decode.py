@@ -1,6 +1,6 @@
 """Decodes the bytes of an image file to 8-bit RGB and names every conversion.
 
-What is done to the pixels besides decoding is named and returned with them: see :mod:`ratp.data.decode.pixels`, and
+Every other change to the pixels is returned by name; the names are those in :mod:`ratp.data.decode.pixels` and these:
 
 ============== ===========================================================
 exif-rotated   turned or mirrored as the file's orientation says
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ratp._core.environment import SharedContext, quietly
 from ratp.data.decode.pixels import BadImage, has_16_bits, to_rgb
 
-if TYPE_CHECKING:  # a process that only decodes needs no numpy, and is there sooner without
+if TYPE_CHECKING:  # a process that only decodes needs no numpy and starts sooner without it
     import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
@@ -31,7 +31,7 @@ __all__ = ["MAX_PIXELS", "Decoded", "Picture", "decode", "decode_picture", "imag
 
 MAX_PIXELS = 100_000_000
 _ORIENTATION = 0x0112
-_UPRIGHT = {  # what undoes each orientation
+_UPRIGHT = {  # the operation that undoes each orientation
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
     4: "FLIP_TOP_BOTTOM",
@@ -90,7 +90,7 @@ class Picture(NamedTuple):
 def decode(data: bytes, size: tuple[int, int] | None) -> Decoded:
     """Decodes an image file and resizes it, bilinear with antialiasing and without cropping.
 
-    Pillow's settings change meanwhile, for all threads.
+    Meanwhile, Pillow's settings change for all threads.
     """
     import numpy as np
 
@@ -133,14 +133,14 @@ def image_kind(data: bytes) -> str:
 
 @cache
 def _opener(kind: str) -> Callable[[io.BytesIO], ImageFile]:
-    """Imports Pillow's class for one format only; a file that begins like a PNG is never read as anything else."""
+    """Imports Pillow's class for one format only, so that a file that begins like a PNG is only ever read as a PNG."""
     module, name = _PLUGINS[kind]
     opener: Callable[[io.BytesIO], ImageFile] = getattr(import_module(f"PIL.{module}"), name)
     return opener
 
 
 def _be_strict(back: ExitStack) -> None:
-    """Makes Pillow reject truncated files, whatever other code in the process has set."""
+    """Makes Pillow reject truncated files, regardless of the settings of other code in the process."""
     from PIL import ImageFile
 
     back.callback(setattr, ImageFile, "LOAD_TRUNCATED_IMAGES", ImageFile.LOAD_TRUNCATED_IMAGES)
@@ -188,7 +188,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(_ORIENTATION, 1)
         return int(value) if value in _UPRIGHT else 1
-    except Exception:  # a damaged note on how to hold a picture says nothing about the picture
+    except Exception:  # damaged metadata does not mean that the pixels are damaged
         return 1
 
 
@@ -197,6 +197,6 @@ def _several_frames(image: Image.Image) -> str | None:
         return None
     try:
         several = bool(getattr(image, "is_animated", False))
-    except Exception:  # a later frame is damaged, and not asked for
+    except Exception:  # a later frame is damaged, but only the first is read
         several = True
     return ("multi-page" if image.format == "TIFF" else "animated") if several else None

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 _BATCH_FILES, _BATCH_BYTES = 64, 2**17  # about 20 ms of work: short waits at the end, little overhead
 _SECONDS_A_FILE, _SECONDS_A_BYTE = 1e-4, 5e-8  # roughly what decoding takes
-_SECONDS_A_WORKER = 0.4  # less is decoded sooner than another interpreter is up
+_SECONDS_A_WORKER = 0.4  # for less work, starting another interpreter takes longer than decoding
 
 
 def decode_all(
@@ -70,7 +70,7 @@ Batch = tuple[int, list[ImageFile]]
 
 
 def _batches(files: Sequence[ImageFile]) -> Iterator[Batch]:
-    """Consecutive files and the number of the first."""
+    """Yields consecutive files with the index of the first."""
     first, total = 0, 0
     for k, file in enumerate(files):
         if k > first and (k - first == _BATCH_FILES or total + file.size > _BATCH_BYTES):
@@ -94,7 +94,7 @@ def _in_turn(
 def _at_once(
     tree: ImageTree, batches: list[Batch], size: tuple[int, int] | None, target: int | None, count: int
 ) -> Generator[list[Outcome], None, None]:
-    """Twice as many threads as processes, so that the next batch is read by the time a process is idle."""
+    """Uses twice as many threads as processes, so that the next batch is ready when a process becomes idle."""
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
 
     def work(batch: Batch) -> list[Outcome]:

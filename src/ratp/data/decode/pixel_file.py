@@ -1,4 +1,4 @@
-"""Files of pixels and nothing else: uint8 images one after another, channels first."""
+"""Files that contain only pixels: consecutive uint8 images, channels first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLUSH_SECONDS = 0.3
 def map_images(handle: int, count: int, height: int, width: int) -> Tensor:
     """Maps the pixels of an open file as a tensor that is read on use.
 
-    The map is private: what is written to the tensor is seen by this process alone and never reaches the file.
+    The mapping is private: only this process sees changes to the tensor, and they never reach the file.
     """
     import torch
 
@@ -40,7 +40,7 @@ def flushed_meanwhile(handle: int) -> Iterator[None]:
         while not over.wait(_FLUSH_SECONDS) and not errors:
             try:
                 os.fsync(handle)
-            except OSError as error:  # the system tells of it once
+            except OSError as error:  # the system reports it only once
                 errors.append(error)
 
     thread = threading.Thread(target=flush, name="flush", daemon=True)
@@ -64,7 +64,7 @@ def close_gaps(handle: int, rows: list[int], length: int) -> None:
 
 
 def memory_file() -> int:
-    """A file without a name, in memory where the system can."""
+    """Creates a file without a name, in memory where the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("ratp")
     with tempfile.TemporaryFile() as file:
@@ -72,7 +72,7 @@ def memory_file() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that can be had without swapping."""
+    """Returns the bytes of memory that are available without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,11 +1,11 @@
 """Converts pixels of any kind to 8-bit RGB.
 
 ============== ===================================================================================================
-16-bit         16 bits a channel; the whole range 0…65,535 becomes 0…255
-32-bit         grey values as 32-bit integers or floats: kept where they lie in 0…255 (floats in 0…1 times 255,
+16-bit         16 bits per channel; the whole range 0…65,535 becomes 0…255
+32-bit         grey values as 32-bit integers or floats: kept if all are in 0…255 (floats in 0…1 times 255,
                integers up to 65,535 as 16-bit), else the image's own range becomes 0…255
 palette        colours looked up
-alpha          laid over white
+alpha          blended onto white
 cmyk           and other colour models (``ycbcr``, …): converted to RGB
 greyscale      the same value in all three channels
 1-bit          black and white
@@ -27,12 +27,12 @@ class BadImage(RatpError):  # noqa: N818
 
 
 def has_16_bits(image: Image.Image) -> bool:
-    """Whether the file has 16 bits a channel, which the mode shows for grey images only."""
+    """Whether the file has 16 bits per channel, which the mode shows for grey images only."""
     for codec, _, _, arguments in getattr(image, "tile", ()):
         raw, *more = arguments if isinstance(arguments, tuple) and arguments else (arguments,)
         if codec in ("ppm", "ppm_plain"):
             return int(more[0]) > 255
-        if ";16" in str(raw) and raw != "BGR;16":  # that one has 16 bits a pixel
+        if ";16" in str(raw) and raw != "BGR;16":  # that format has 16 bits per pixel
             return True
     return image.mode.startswith("I;16")
 

@@ -1,6 +1,6 @@
 """Decodes images one after another, in this process or in a worker process.
 
-A worker starts in a moment because decoding needs no torch. Requests and answers go through a socket as lines of JSON;
+A worker starts quickly because decoding needs no torch. Requests and answers go through a socket as lines of JSON;
 the bytes of the files follow their request.
 """
 
@@ -51,7 +51,7 @@ def write_at(target: int, data: bytes, offset: int) -> None:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, size: tuple[int, int] | None, target: int | None) -> None:
-    """Answers requests until there are no more."""
+    """Answers requests until the socket is closed."""
     while header := requests.readline():
         work = json.loads(header)
         files = [requests.read(length) for length in work["sizes"]]  # all, whatever happens: a request follows

@@ -1,12 +1,12 @@
-"""The embedded stream: 32x32 digits in four looks, made in seconds from files the dependencies ship.
+"""The embedded stream: 32x32 digits in four styles, generated in seconds from files of the dependencies.
 
 * ``scan``: the 1,797 handwritten digits of scikit-learn, white ink on black.
-* ``photo``: the same handwriting as the difference to a photograph, after the recipe of MNIST-M.
-* ``font``: printed figures in random colours among their neighbours, after the idea of SYN digits.
-* ``street``: house numbers on walls and plates, in bad light and through a bad camera.
+* ``photo``: the difference between the same handwriting and a photograph, as in MNIST-M.
+* ``font``: printed digits in random colours among their neighbours, similar to SYN digits.
+* ``street``: house numbers on walls and plates, in bad light and with a bad camera.
 
-No handwriting crosses from the training part of any domain to the test part of any other: the scans are
-divided once, and an image is held out if its scan is.
+No scan is used both in the training part of one domain and in the test part of another: the scans are
+split once, and an image is held out if its scan is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DOMAINS = ("scan", "photo", "font", "street")
 CLASSES: tuple[str, ...] = tuple("0123456789")
 
-# What the images depend on: the code that draws them and the libraries it draws with.
+# The images depend on the code that draws them and on these libraries.
 _DRAWING = ("__init__.py", "drawing.py", "street.py")
 _LIBRARIES = ("matplotlib", "numpy", "pillow", "scikit-learn")
 _TRAIN_PER_CLASS = 180
@@ -48,14 +48,14 @@ Bools = NDArray[np.bool_]
 
 
 def demo_domain(code: str, cache: Path | None = None) -> LabelledDomain:
-    """A domain of the demo, from the cache if it is there, else built and cached."""
+    """Returns a domain of the demo, from the cache if possible; otherwise builds and caches it."""
     _check(code, DOMAINS)
     folder = (cache_folder() if cache is None else cache) / "demo"
     return cached_domain(folder, f"{code}-{_recipe_key()}", _BUILDERS[code])
 
 
 def scan_ids(code: str) -> Ints:
-    """For every image of ``scan`` or ``photo``, in order, the number of the scan it was made from."""
+    """Returns, for every image of ``scan`` or ``photo`` in order, the index of its scan."""
     _check(code, _SCAN_PLANS)
     return _SCAN_PLANS[code]()
 
@@ -74,7 +74,7 @@ def _recipe_key() -> str:
 
 
 def _rng(purpose: str) -> Generator:
-    """The generator for one purpose: every domain draws from its own, whatever was built before it."""
+    """Returns the generator for one purpose, so that no domain depends on which others were built before it."""
     return np.random.default_rng([2023, *purpose.encode()])
 
 
@@ -93,7 +93,7 @@ def _domain(code: str, images: Bytes, labels: Ints, held_out: Bools) -> Labelled
 
 @remember
 def _digits() -> tuple[Floats, Ints]:
-    """The scans, of shape (1797, 8, 8) in 0..1, and their labels."""
+    """Returns the scans, of shape (1797, 8, 8) in 0..1, and their labels."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -102,7 +102,7 @@ def _digits() -> tuple[Floats, Ints]:
 
 @remember
 def _held_out_scans() -> Bools:
-    """Which scans are for testing: a quarter of every class."""
+    """Selects the scans for testing: a quarter of every class."""
     _, labels = _digits()
     rng = _rng("held-out scans")
     held_out = np.zeros(len(labels), dtype=np.bool_)
@@ -113,7 +113,7 @@ def _held_out_scans() -> Bools:
 
 
 def _inked(scan: Floats) -> Floats:
-    """The scan at the size of an image, of shape (32, 32) in 0..1: enlarged smoothly, its edges drawn tighter."""
+    """Returns the scan at the size of an image, of shape (32, 32) in 0..1: enlarged smoothly, with sharper edges."""
     from PIL import Image
 
     large = Image.fromarray(scan.astype(np.float32)).resize((_SCAN_SIDE, _SCAN_SIDE), Image.Resampling.BICUBIC)
@@ -161,7 +161,7 @@ def _build_photo() -> LabelledDomain:
 
 
 def _crop(rng: Generator, photographs: list[Image.Image]) -> Floats:
-    """A piece of a photograph, drawn again while it is too grey for its negative to stand out."""
+    """Cuts a random piece out of a photograph, repeatedly until its negative differs enough from it."""
     from PIL import Image
 
     while True:
@@ -179,7 +179,7 @@ def _crop(rng: Generator, photographs: list[Image.Image]) -> Floats:
 
 
 def _build_drawn(code: str, draw: Callable[[Generator, int], Bytes]) -> LabelledDomain:
-    """As many images of every class, every one drawn once; the test part is marked before anything is drawn."""
+    """Draws the same number of images for every class; the test part is chosen before anything is drawn."""
     rng = _rng(code)
     per_class = np.arange(_TRAIN_PER_CLASS + _TEST_PER_CLASS) >= _TRAIN_PER_CLASS
     labels = np.repeat(np.arange(len(CLASSES), dtype=np.int64), len(per_class))

@@ -1,6 +1,6 @@
-"""Printed figures: typefaces, a row of figures, the row seen at an angle, flat colours.
+"""Draws printed digits: typefaces, rows of digits, their projection at an angle, flat colours.
 
-Whatever leaves anything to chance takes its generator as its first argument. Images are arrays of shape
+Every random function takes its generator as its first argument. Images are arrays of shape
 (32, 32, 3) in 0..255, masks of shape (32, 32, 1) in 0..1. Arithmetic is in double precision, so that
 rounding to bytes gives the same image on processors that differ in the last bits.
 """
@@ -43,7 +43,7 @@ class Face:
 
 
 def faces() -> list[Face]:
-    """The fonts matplotlib ships that can write the digits."""
+    """Loads the fonts of matplotlib that contain the digits."""
     import matplotlib
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -54,12 +54,12 @@ def faces() -> list[Face]:
 
 
 def heavy(candidates: Sequence[Face]) -> list[Face]:
-    """The heavier half of the typefaces."""
+    """Returns the heavier half of the typefaces."""
     return sorted(candidates, key=lambda face: (-face.weight, face.name))[: (len(candidates) + 1) // 2]
 
 
 def has_figures(path: Path) -> bool:
-    """Whether the digits are there and are digits: symbol fonts put brackets and arrows in their places."""
+    """Whether a font contains real digits: symbol fonts have brackets and arrows in their positions."""
     from matplotlib.ft2font import FT2Font
 
     font = FT2Font(str(path))
@@ -68,7 +68,7 @@ def has_figures(path: Path) -> bool:
 
 
 def load_face(path: Path) -> Face:
-    """The typeface of a font file."""
+    """Loads the typeface of a font file."""
     from PIL import Image, ImageDraw, ImageFont
 
     def cut(digit: str, size: int) -> Image.Image:
@@ -83,14 +83,14 @@ def load_face(path: Path) -> Face:
 
 
 def _stroke(glyph: Image.Image) -> float:
-    """Ink over half the number of edges that a horizontal line crosses."""
+    """Estimates stroke width: ink divided by half the number of edges that horizontal lines cross."""
     ink = np.pad(np.asarray(glyph, dtype=np.float64), 1)
     return float(2 * ink.sum() / np.abs(np.diff(ink, axis=1)).sum())
 
 
 @dataclass(frozen=True)
 class View:
-    """Where a row of figures lies in the image.
+    """The position and orientation of a row of figures in the image.
 
     Attributes:
         height: Of a figure, in pixels.
@@ -109,7 +109,7 @@ class View:
     vanish: tuple[float, float] = (0.0, 0.0)
 
     def project(self, row: Image.Image, middle: tuple[float, float]) -> Image.Image:
-        """The row as seen, at twice the size, with its point ``middle`` at the centre plus ``shift``."""
+        """Projects the row, at twice the size, with its point ``middle`` at the centre plus ``shift``."""
         from PIL import Image
 
         cos, sin = math.cos(self.turn), math.sin(self.turn)
@@ -143,7 +143,7 @@ class Row:
 
 
 def figure_row(rng: Generator, face: Face, digit: int, neighbours: float, gaps: tuple[float, float]) -> Row:
-    """The figure, and on either side with probability ``neighbours`` another one, cut off by the image's edge."""
+    """Draws the figure, and on either side, with probability ``neighbours``, another one that the edge cuts off."""
     from PIL import Image
 
     glyph = face.glyphs[digit]
@@ -164,22 +164,22 @@ def figure_row(rng: Generator, face: Face, digit: int, neighbours: float, gaps: 
 
 
 def halved(mask: Image.Image) -> Floats:
-    """The mask at the image's size, in 0..1, with an axis for the channels."""
+    """Returns the mask at the image's size, in 0..1, with an axis for the channels."""
     return np.asarray(mask.reduce(_FINE // SIZE), dtype=np.float64)[:, :, None] / 255
 
 
 def to_bytes(image: Floats) -> Bytes:
-    """The image rounded to bytes, what is too dark or too bright cut off."""
+    """Rounds the image to bytes and clips values outside 0..255."""
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
 def mixed(under: Floats, over: Floats, share: Floats) -> Floats:
-    """What shows of ``under`` and of ``over``, which covers ``share`` of every pixel."""
+    """Blends ``over``, which covers ``share`` of every pixel, onto ``under``."""
     return under + share * (over - under)
 
 
 def font_image(rng: Generator, typefaces: Sequence[Face], digit: int) -> Bytes:
-    """A figure in flat colours among its neighbours, turned, shifted and blurred."""
+    """Draws a figure in flat colours among its neighbours, turned, shifted and blurred."""
     from PIL import ImageFilter
 
     row = figure_row(rng, typefaces[int(rng.integers(len(typefaces)))], digit, neighbours=0.75, gaps=(0.04, 0.3))

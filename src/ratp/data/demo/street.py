@@ -1,4 +1,4 @@
-"""House numbers: figures on a wall or a plate, in daylight, as a cheap camera sees them from the street.
+"""Draws house numbers: figures on a wall or a plate, in daylight, as a cheap camera sees them from the street.
 
 The conventions are those of :mod:`ratp.data.demo.drawing`.
 """
@@ -22,7 +22,7 @@ _WARM, _GREEN = np.array([1.0, 0.1, -1.0]), np.array([-0.6, 1.0, -0.6])
 
 
 def street_image(rng: Generator, typefaces: Sequence[Face], digit: int) -> Bytes:
-    """A house number on a wall or a plate, seen from the street through a cheap camera."""
+    """Draws a house number on a wall or a plate, photographed from the street with a cheap camera."""
     row = figure_row(rng, typefaces[int(rng.integers(len(typefaces)))], digit, neighbours=0.7, gaps=(0.05, 0.22))
     view = View(
         height=rng.uniform(17, 25),
@@ -39,21 +39,21 @@ def street_image(rng: Generator, typefaces: Sequence[Face], digit: int) -> Bytes
 
 
 def _paint(rng: Generator, luma: float, saturation: float = 1.0) -> Floats:
-    """A colour of that brightness: mostly muted and from warm to cool, at times a strong one."""
+    """Returns a colour of that brightness: usually muted, from warm to cool, sometimes strong."""
     strength = saturation * (3.0 if rng.random() < 0.25 else 1.0)
     tint = strength * (rng.normal(5, 15) * _WARM + rng.normal(0, 5) * _GREEN)
     return np.asarray(np.clip(luma + tint - LUMA @ tint, 0, 255))
 
 
 def _away(rng: Generator, luma: float, least: float, most: float) -> float:
-    """A brightness that differs from ``luma`` by ``least`` to ``most``, brighter or darker where there is room."""
+    """Returns a brightness that differs from ``luma`` by ``least`` to ``most``, in either direction if possible."""
     step = rng.uniform(least, most)
     up = rng.random() < 0.5 if step <= luma <= 255 - step else luma < 128
     return float(np.clip(luma + step if up else luma - step, 0, 255))
 
 
 def _roughness(rng: Generator) -> Floats:
-    """Noise of about unit strength with coarse, middling and fine grain."""
+    """Returns noise of about unit strength with coarse, medium and fine grain."""
     coarse, middling = (
         spread @ rng.normal(0, 0.7, size=(spread.shape[1],) * 2) @ spread.T for spread in (_spread(4), _spread(9))
     )
@@ -62,14 +62,14 @@ def _roughness(rng: Generator) -> Floats:
 
 @cache
 def _spread(cells: int) -> Floats:
-    """The matrix that interpolates linearly from ``cells`` points to the pixels of a line."""
+    """Returns the matrix that interpolates linearly from ``cells`` points to the pixels of a line."""
     distance = np.linspace(0, cells - 1, SIZE)[:, None] - np.arange(cells)
     return np.asarray(np.clip(1 - np.abs(distance), 0, 1))
 
 
 @cache
 def _grid() -> Floats:
-    """Row and column of every pixel."""
+    """Returns row and column of every pixel."""
     return np.indices((SIZE, SIZE), dtype=np.float64)
 
 
@@ -102,13 +102,13 @@ _WALLS: tuple[Callable[[Generator, Floats], Floats], ...] = (_bricks, _boards, _
 
 
 def _wall(rng: Generator) -> tuple[Floats, Floats]:
-    """A wall: the colour it is mostly of, and the wall itself."""
+    """Draws a wall; returns its main colour and the wall itself."""
     tone = _paint(rng, rng.uniform(40, 210))
     return tone, _WALLS[rng.integers(len(_WALLS))](rng, tone) + rng.uniform(2, 7) * _roughness(rng)
 
 
 def _plate(rng: Generator, tone: Floats, scene: Floats, row: Row, view: View) -> tuple[Floats, Floats]:
-    """Screws a plate to the wall, as wide as the row or as the middle figure."""
+    """Draws a plate on the wall, as wide as the row or as the middle figure."""
     from PIL import Image, ImageDraw
 
     x, y = row.middle
@@ -129,7 +129,7 @@ def _plate(rng: Generator, tone: Floats, scene: Floats, row: Row, view: View) ->
 
 
 def _painted(rng: Generator, tone: Floats, scene: Floats, figures: Image.Image) -> Floats:
-    """Puts the figures up, some with an outline, some casting a shadow."""
+    """Draws the figures, some with an outline, some with a shadow."""
     from PIL import Image, ImageFilter
 
     ink = _paint(rng, _away(rng, float(LUMA @ tone), 55, 135))
@@ -145,7 +145,7 @@ def _painted(rng: Generator, tone: Floats, scene: Floats, figures: Image.Image) 
 
 
 def _lit(rng: Generator, scene: Floats) -> Floats:
-    """Daylight from one side, at times with the shadow of something across the scene."""
+    """Adds daylight from one side, sometimes with a shadow across the scene."""
     y, x = (_grid() + 0.5) / SIZE - 0.5
     angle, shade = rng.uniform(0, 2 * math.pi, size=2)
     light = rng.uniform(0.85, 1.1) + rng.uniform(0, 0.6) * (x * math.cos(angle) + y * math.sin(angle))
@@ -156,7 +156,7 @@ def _lit(rng: Generator, scene: Floats) -> Floats:
 
 
 def _camera(rng: Generator, scene: Floats) -> Bytes:
-    """What a small lens, a shaken hand and a noisy sensor leave of the scene."""
+    """Simulates a small lens, a shaking hand and a noisy sensor."""
     from PIL import Image, ImageFilter
 
     image = Image.fromarray(to_bytes(scene)).filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 0.9)))
@@ -167,7 +167,7 @@ def _camera(rng: Generator, scene: Floats) -> Bytes:
 
 
 def _shake(angle: float, reach: float) -> ImageFilter.Kernel:
-    """A blur along a line of that angle, ``reach`` pixels to either side."""
+    """Returns a blur along a line of that angle, ``reach`` pixels to either side."""
     from PIL import ImageFilter
 
     y, x = np.mgrid[-2:3, -2:3]

@@ -1,1 +1,1 @@
-"""What lies in a folder or archive: its files, its layout, its classes."""
+"""Lists the files, layout and classes of a folder or archive."""

@@ -1,7 +1,7 @@
 """Reads the images of a zip archive in place; nothing is ever extracted.
 
-Members that no honest tool writes are refused before anything is read: they are harmless here, but the archive is
-malicious or not what it seems.
+Members that no normal tool writes are refused before anything is read. They cannot do harm here, but they show that the
+archive is malicious or damaged.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def list_archive(path: Path, limits: ArchiveLimits | None = None) -> Listing:
 
 
 def _first_bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """How a member begins; nothing if it cannot be read."""
+    """Returns the first bytes of a member; none if it cannot be read."""
     if info.compress_type not in _PACKED:
         return b""
     try:
@@ -104,7 +104,7 @@ def _first_bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def _name(info: zipfile.ZipInfo) -> str:
-    """The name as text, without empty and ``.`` parts; empty for clutter."""
+    """Returns the name as text, without empty and ``.`` parts; empty for clutter."""
     path, _, name = _text(info).rstrip("/").rpartition("/")
     folder = _folder(path)
     return "" if folder is None or is_clutter(name) else folder + name
@@ -112,13 +112,13 @@ def _name(info: zipfile.ZipInfo) -> str:
 
 @lru_cache(maxsize=10_000)
 def _folder(path: str) -> str | None:
-    """The path of a folder, without empty and ``.`` parts; None for clutter."""
+    """Returns the path of a folder, without empty and ``.`` parts; None for clutter."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     return None if any(is_clutter(part) for part in parts) else "".join(f"{part}/" for part in parts)
 
 
 def _text(info: zipfile.ZipInfo) -> str:
-    """The name as it was meant: tools that write UTF-8 without saying so are common."""
+    """Returns the intended name; many tools write UTF-8 without setting the flag for it."""
     if info.flag_bits & _UTF8 or info.filename.isascii():
         return info.filename
     try:
@@ -194,7 +194,7 @@ def _short(error: Exception) -> str:
 
 
 class _Reader:
-    """Reads members one at a time, whichever thread asks."""
+    """Reads members one at a time; threads may share it."""
 
     def __init__(self, archive: zipfile.ZipFile, images: dict[str, zipfile.ZipInfo]) -> None:
         self._archive = archive
@@ -202,7 +202,7 @@ class _Reader:
         self._lock = threading.Lock()
 
     def read(self, name: str) -> bytes:
-        """The bytes of a member: as many as its entry declares, and only if they have the declared checksum."""
+        """Returns the bytes of a member, as many as its entry declares, after checking the declared checksum."""
         info = self._images[name]
         try:
             with self._lock, self._archive.open(info) as member:

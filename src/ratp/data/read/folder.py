@@ -1,4 +1,4 @@
-"""The images below a folder, with links followed once and everything out of reach named."""
+"""Lists the images below a folder, follows each link once, and reports everything that cannot be read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ratp.errors import RatpError
 def list_folder(root: Path) -> Listing:
     """Lists the images below ``root``.
 
-    Each folder is entered once: by its own path if it lies below ``root``, else by the first link to it. So links back
-    into the tree end there.
+    Each folder is entered once: by its own path if it is below ``root``, else by the first link to it. Links back into
+    the tree are therefore not followed.
     """
     try:
         with os.scandir(root):
@@ -106,12 +106,12 @@ class _Walk:
         return None
 
     def read_file(self, name: str) -> bytes:
-        """The bytes of a file below the folder."""
+        """Returns the bytes of a file below the folder."""
         return read_file(self.root / name)
 
 
 def _first_bytes(path: Path) -> bytes:
-    """How a file begins; nothing if it cannot be read."""
+    """Returns the first bytes of a file; none if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(FIRST_BYTES)

@@ -1,8 +1,8 @@
 """Decides which folders and zips below a folder are domains and which are classes.
 
-Only names can tell. The domains of a stream share classes, so if most folders hold two or more folders that others hold
-too, all are domains, unless each of these has images beside them. All other folders are classes, and folders within a
-class belong to it.
+It decides by names alone. The domains of a stream share classes, so if most folders contain two or more folders that
+other folders contain too, all are domains, unless each of these also contains images directly. All other folders are
+classes, and folders within a class belong to it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Parts = tuple[str, ...]  # the path of a folder below another, part by part
 
 _ZIP = ".zip"
 LEVELS = 2  # of folders above a domain: FOLDER/DATASET/DOMAIN
-_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing"})  # are no classes
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing"})  # are not classes
 _IN_COMMON = 2  # classes: fewer than two are nothing to tell apart, and many classes keep theirs in a folder "images"
 
 
 def places_of(names: Iterable[str]) -> frozenset[Parts]:
-    """The folders that files of these names lie in."""
+    """Returns the folders that contain files of these names."""
     return frozenset(tuple(folder.split("/")) if folder else () for folder in {n.rpartition("/")[0] for n in names})
 
 
@@ -58,9 +58,9 @@ def domains_among(places: Collection[Parts], levels: int = LEVELS) -> list[Parts
 def find_domains(path: Path) -> tuple[Path, ...]:
     """Returns the path itself if it is a domain, else the domains at most two folders below it.
 
-    A zip is a domain, and so is a folder with images directly in it. A folder of folders holds domains if there are
-    zips in it or in those, if it holds only one folder, or a folder ``downloads``, or if :func:`domains_among` finds
-    some; else it is one domain with classes. An unreadable folder counts as a domain, so that opening it reports the
+    A zip is a domain, and so is a folder with images directly in it. A folder of folders contains domains if it or they
+    contain zips, if it contains only one folder or a folder ``downloads``, or if :func:`domains_among` finds some;
+    otherwise it is one domain with classes. An unreadable folder counts as a domain, so that opening it reports the
     error. Folders without images and downloads are skipped.
     """
     if not path.exists():
@@ -69,7 +69,7 @@ def find_domains(path: Path) -> tuple[Path, ...]:
         return (path,)
     listing = list_folder(path)
     images = places_of(file.name for file in listing.files)
-    zips = places_of(f"{name}/" for name in listing.ignored if ending_of(name) == _ZIP)  # as if files lay in them
+    zips = places_of(f"{name}/" for name in listing.ignored if ending_of(name) == _ZIP)  # as if they contained files
     closed = places_of(f"{item.name}/" for item in listing.unreadable if isinstance(item, UnreadableFolder))
     found = _domains(_Folder(images, zips, closed), LEVELS)
     if not found:
@@ -82,7 +82,7 @@ def find_domains(path: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """What lies below a folder, by paths of which the empty one is its own."""
+    """The contents of a folder at any depth, by paths relative to it; the empty path is the folder itself."""
 
     images: frozenset[Parts]
     zips: frozenset[Parts]
@@ -90,12 +90,12 @@ class _Folder:
 
     @property
     def is_flat(self) -> bool:
-        """Whether images lie right in it."""
+        """Whether it contains images directly."""
         return () in self.images
 
     @property
     def own_zips(self) -> frozenset[Parts]:
-        """The zips right in it."""
+        """The zips directly in it."""
         return frozenset(parts for parts in self.zips if len(parts) == 1)
 
     @property
@@ -107,7 +107,7 @@ class _Folder:
 
     @property
     def holds_domains(self) -> bool:
-        """Whether the folders in it are domains or folders of domains, and no classes."""
+        """Whether the folders in it are domains or folders of domains, not classes."""
         filled = {name: folder for name, folder in self.folders.items() if folder.images or folder.zips}
         if any((folder.own_zips or name == DOWNLOADS) and not folder.is_flat for name, folder in filled.items()):
             return True
@@ -116,7 +116,7 @@ class _Folder:
 
 
 def _domains(folder: _Folder, levels: int) -> list[Parts]:
-    """The paths of the domains in a folder, or its own if it is one."""
+    """Returns the paths of the domains in a folder, or its own path if it is a domain."""
     is_one = () in folder.closed or (folder.is_flat and not folder.own_zips)
     if is_one or not levels or not (folder.own_zips or folder.holds_domains):
         return [()] if folder.images or folder.closed else []
@@ -139,7 +139,7 @@ def classes_in(folder: Path) -> tuple[str, ...]:
 
 
 class _Content(NamedTuple):
-    """What lies in a folder itself."""
+    """The direct contents of a folder."""
 
     has_images: bool
     zips: tuple[str, ...]

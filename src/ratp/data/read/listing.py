@@ -1,4 +1,4 @@
-"""What lies in a folder or an archive, before anything is made of its layout."""
+"""The files of a folder or an archive, before their layout is interpreted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ IMAGE_ENDINGS = frozenset(
     | {".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"}
 )
 MAX_FILE_BYTES = 512 * 2**20  # of one image: what a hundred million pixels need in any usual format
-_NAMED = 5  # names that a message lists
+_NAMED = 5  # the most names that a message lists
 _CLUTTER = frozenset(
     {"__macosx", "thumbs.db", "desktop.ini", "lost+found", "system volume information", "$recycle.bin"}
 )
-FIRST_BYTES = 16  # of a file: enough to tell an image by
+FIRST_BYTES = 16  # of a file: enough to recognise an image
 _WITHOUT = "without ending"
-# Endings of formats that pictures come in and that are not read: of phones, the web, programs and cameras.
+# Endings of image formats that are not supported: of phones, the web, programs and cameras.
 _OTHER_FORMATS = frozenset(
     {".heic", ".heif", ".hif", ".avif", ".jxl", ".jp2", ".j2k", ".jpx", ".jxr", ".svg", ".psd", ".xcf", ".tga", ".dib"}
     | {".pcx", ".pfm", ".exr", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef", ".srw", ".raw"}
@@ -57,7 +57,7 @@ class Listing(NamedTuple):
     Attributes:
         files: Images by their ending, sorted by name.
         ignored: Names of other files, and of links to folders that are listed already.
-        unsupported: Those of them that may be meant as images.
+        unsupported: Those among the ignored files that may be images.
         unreadable: Folders and links that could not be followed.
         read: From the name of a file to its bytes; raises BadImage.
     """
@@ -70,7 +70,7 @@ class Listing(NamedTuple):
 
 
 def ending_of(name: str) -> str:
-    """The ending of a file name in lower case, with its dot; empty if it has none."""
+    """Returns the ending of a file name in lower case, with its dot; empty if it has none."""
     _, dot, ending = name.rpartition("/")[2].rpartition(".")
     return dot and dot + ending.lower()
 
@@ -81,7 +81,7 @@ def is_image_name(name: str) -> bool:
 
 
 def is_clutter(part: str) -> bool:
-    """Whether a file or folder is hidden or was left by a desktop."""
+    """Whether a file or folder is hidden or was left by a desktop environment."""
     return part.startswith(".") or part.lower() in _CLUTTER
 
 
@@ -111,12 +111,12 @@ def may_be_image(name: str, first_bytes: Callable[[], bytes]) -> bool:
 
 
 def why_unsupported(name: str) -> str:
-    """The reason to put after the name of such a file."""
+    """Returns the reason to put after the name of an unsupported file."""
     return f"unsupported format: {ending_of(name) or _WITHOUT}"
 
 
 def describe_unsupported(names: Iterable[str]) -> str:
-    """Counts such files by their endings and says what to do."""
+    """Counts unsupported files by their endings and says what to do."""
     endings = Counter(ending_of(name) or _WITHOUT for name in names)
     which = ", ".join(f"{ending} ({count:,})" for ending, count in endings.most_common(_NAMED))
     more = ", …" if len(endings) > _NAMED else ""

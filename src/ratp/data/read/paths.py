@@ -1,4 +1,4 @@
-"""Images named by paths, whatever lies where: files, folders and zips, decoded some at a time and not kept."""
+"""Images in any files, folders and zips that the user names, decoded in parts and not cached."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class DecodedPart(NamedTuple):
-    """Some of the images, decoded.
+    """A part of the images, decoded.
 
     Attributes:
         images: uint8 tensor of shape (n, 3, height, width): those that can be used, in their order.
         names: The names of their files.
-        bad: The others, each with the reason.
+        bad: The unusable files, each with the reason.
     """
 
     images: Tensor

@@ -1,6 +1,6 @@
-"""A domain as it lies on disk: a folder or a zip with ``class/image`` below it, or images without classes.
+"""A domain on disk: a folder or a zip with ``class/image`` below it, or images without classes.
 
-The order of the files is that of their relative names by Unicode code points, whatever the file system says.
+The files are sorted by the Unicode code points of their relative names, independent of the file system.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ImageTree:
 
     Attributes:
         classes: Names of the classes that have images, sorted; None if the domain is flat.
-        ignored: Names of files that are no images by their ending, sorted.
-        unsupported: Those of them that may be meant as images.
+        ignored: Names of files without an image ending, sorted.
+        unsupported: Those among the ignored files that may be images.
         unreadable: Folders and links that could not be followed, each with the reason.
     """
 
@@ -65,7 +65,7 @@ class ImageTree:
 
     @property
     def is_archive(self) -> bool:
-        """Whether the images lie in a zip."""
+        """Whether the images are in a zip."""
         return self.path.suffix.lower() == ".zip" and not self.path.is_dir()
 
     def read(self, file: ImageFile) -> bytes:
@@ -129,14 +129,14 @@ def _refuse_domains(path: Path, files: tuple[ImageFile, ...]) -> None:
 
 
 def _like_domains(files: tuple[ImageFile, ...]) -> list[str]:
-    """Folders of a domain with classes that look like domains themselves."""
+    """Returns the class folders of a domain that look like domains themselves."""
     return ["/".join(parts) for parts in domains_among(places_of(file.name for file in files if file.class_name))]
 
 
 def remarks_on(tree: ImageTree) -> list[str]:
     """Describes what may be misread: unsupported files, and classes that look like domains.
 
-    Such classes hold folders of images but no images, beside classes that do hold images, or share folder names.
+    Such classes contain only folders of images while other classes contain images, or they share folder names.
     """
     remarks = [describe_unsupported(tree.unsupported)] if tree.unsupported else []
     held = inside(places_of(file.name for file in tree.files if file.class_name is not None))
@@ -151,7 +151,7 @@ def remarks_on(tree: ImageTree) -> list[str]:
 
 
 def _wrapper(domain: str, found: tuple[FoundFile, ...]) -> int:
-    """Length of the prefix that all names share because everything lies in one more folder."""
+    """Returns the length of the prefix that all names share because one extra folder contains everything."""
     top, _, _ = found[0].name.partition("/")
     inside = f"{top}/"
     if not all(file.name.startswith(inside) for file in found):

@@ -6,26 +6,34 @@ and if compiling fails, the plain function runs.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from ratp.errors import Note
 
 _OLDEST = (8, 0)
+_MOST_PIXELS = 1024  # of an image that one program can hold
 _allowed = True
 
 
 class KernelWarning(Note):
-    """Plain functions run in place of kernels."""
+    """Plain functions run instead of the kernels."""
 
 
 def usable(device: torch.device) -> bool:
     """Whether a device can run the kernels."""
     return _allowed and device.type == "cuda" and _works(device)
+
+
+def usable_for(images: Tensor) -> bool:
+    """Whether the kernels of RandMix and of L2D's style module can process images of this size on their device."""
+    return math.prod(images.shape[2:]) <= _MOST_PIXELS and usable(images.device)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ weights of a tap and an output channel are contiguous; the fourth is zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# One program cannot hold more pixels than these.
-MOST_PIXELS = 1024
 PIXELS_AT_ONCE = 256
 
 
@@ -46,13 +43,8 @@ class DeviceKernel:
         return launched
 
 
-def fits(images: Tensor) -> bool:
-    """Whether images are small enough for the kernels of RandMix and of L2D's style module."""
-    return math.prod(images.shape[2:]) <= MOST_PIXELS
-
-
 def pack(weight: Tensor, fill: int = 0) -> Tensor:
-    """Lays weights (3, 3, k, k) out as taps."""
+    """Arranges weights (3, 3, k, k) as taps."""
     return F.pad(weight.permute(2, 3, 0, 1), (0, 1), value=fill).contiguous()
 
 
@@ -70,7 +62,7 @@ class Packing:
         return self._length - indices.numel()
 
     def on(self, device: torch.device) -> Tensor:
-        """All indices; copied synchronously, so that any stream may read them."""
+        """Returns all indices, copied synchronously so that any stream may read them."""
         return torch.cat(self._parts).to(device)
 
 
@@ -99,7 +91,7 @@ def normalise(value, inside, AREA: tl.constexpr, EPS: tl.constexpr):
 def correlate(
     corner, taps, there, STRIDE: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr, STEP: tl.constexpr = 1
 ):  # fmt: skip
-    """Computes three channels of a convolution at some pixels, all of whose neighbours lie in memory.
+    """Computes three channels of a convolution at some pixels, all of whose neighbours are in memory.
 
     Args:
         corner: Pointers to each pixel's first neighbour, for all channels and pixels, (4, PIXELS).

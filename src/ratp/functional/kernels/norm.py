@@ -5,7 +5,7 @@ statistics of the batch only the running mean depends on it, and its gradient is
 
 The statistics take one pass over x, the result another; a gradient takes two passes over x, y and dy. All arithmetic
 is in single precision, whatever the type of x. Tensors are treated as matrices with a row per place of each image and
-a column per channel, which is how ``channels_last`` lies in memory.
+a column per channel, which is the memory layout ``channels_last``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _rows_and_columns(program, columns, BR: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _keep_part(parts, part, first, second, columns, c, in_c):
-    """Stores the two sums of one part: all first sums lie before all second ones."""
+    """Stores the two sums of one part: all first sums precede all second ones."""
     tl.store(parts + part * columns + c, tl.sum(first, 0), mask=in_c)
     tl.store(parts + (tl.num_programs(0) + part) * columns + c, tl.sum(second, 0), mask=in_c)
 

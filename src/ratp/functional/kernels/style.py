@@ -245,7 +245,7 @@ def _noise_back_kernel(
 
 
 class Chance(NamedTuple):
-    """What a call draws beside its convolutions.
+    """The random numbers of a call, besides those of its convolutions.
 
     Attributes:
         weights: Mixing weights of the branches, colours first.
@@ -310,7 +310,7 @@ def restyle(
         numbers: All numbers of the convolutions.
         sizes: Kernel size of each autoencoder.
         styles: All scales, then all shifts, flat.
-        chance: What else is drawn; None: the mean of all branches.
+        chance: Further random numbers; None: the mean of all branches.
         blend: Share of the style, and mean and deviation of the images' normalisation.
 
     Returns:
