@@ -22,7 +22,7 @@ from ratp.data.formats import canonical
 from ratp.data.formats.canonical import ImportReport, origin
 from ratp.errors import ConfigError, RatpError, unknown
 
-Replace = Annotated[bool, typer.Option("--replace", help="Replace what is there already.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace existing files.")]
 _MOST_NAMED = 20  # files a message names
 _START_AGAIN = "Nothing incomplete is left behind; run the same command again."
 
@@ -106,8 +106,8 @@ def import_files(
 
     Reads idx, MATLAB, HDF5, libsvm and npz files, zips and folders of images,
     and lists of labels. Given a data set, imports every domain found in the
-    files except those in the data folder already. The folder of Digits-Five
-    is one that holds all five domains of digits.
+    files, except those already in the data folder. The folder of Digits-Five
+    holds all five domains of digits.
 
     Images of your own need no import: a folder or zip with class/image
     below it is read as it is.
@@ -225,7 +225,7 @@ class Outcome:
 
 
 def _made(path: Path) -> str:
-    """How the images of a domain were made, in parentheses, if they are not the published ones."""
+    """The origin of a domain's images, in parentheses, if they are not the published ones."""
     return f" ({made})" if (made := origin(path)) else ""
 
 
@@ -250,7 +250,7 @@ def _obtain(
     keep: bool,
     quiet: bool,
 ) -> list[Outcome]:
-    """Makes domains in turn, all even if some fail; with ``keep``, those that are there already are left alone."""
+    """Produces domains one after another, even if some fail; ``keep`` leaves existing ones alone."""
     outcomes = []
     for source in sources:
         name = f"{chosen.name}/{source.name}"
