@@ -88,7 +88,7 @@ def files_of_here():
         (["--set", "epochs=1", "--set", "epochs=2"], ["'epochs' twice"]),
         (["--seed", "lucky"], ["seed must be a whole number", "'lucky'", "2022"]),
         (["--seed", "1.5"], ["seed must be a whole number", "'1.5'"]),
-        (["--seed=-1"], ["seed must lie in", "'-1'"]),
+        (["--seed=-1"], ["seed must be in", "'-1'"]),
         (["--device", "gpu"], ["unknown device 'gpu'", "Valid: auto, cpu, cuda"]),
     ],
 )

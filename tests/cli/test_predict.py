@@ -279,7 +279,7 @@ class TestBadRuns:
     def test_damaged_weights(self, run):
         state = run / "state.safetensors"
         state.write_bytes(state.read_bytes()[:-8] + b"\x01" * 8)
-        self.check(run, "state.safetensors is damaged", "Put it back from a copy")
+        self.check(run, "state.safetensors is damaged", "Restore it from a copy")
 
     def test_the_state_of_another_run(self, run, tmp_path):
         other = train(tmp_path / "other", "source-only", "--seed", "3")
@@ -314,7 +314,7 @@ class TestBadRuns:
 class TestUnfinished:
     def test_no_stage_is_finished(self, run):
         (run / "state.safetensors").unlink()
-        refused(ratp("predict", run, "new"), "no stage is finished", "goes on with it", out="found.csv")
+        refused(ratp("predict", run, "new"), "no stage is finished", "continues it", out="found.csv")
 
     @pytest.mark.parametrize("name", ["state.safetensors", "state-before.safetensors"])
     def test_the_last_finished_stage(self, run, name):
@@ -327,8 +327,8 @@ class TestUnfinished:
         with pytest.warns(UnfinishedWarning) as told:
             found = worked(ratp("predict", run, "new"))
         *lost, unfinished = (str(warning.message) for warning in told)
-        assert unfinished == "run is unfinished: what predicts is its method after 2 of 3 stages, the last rain"
-        assert ["The state before it is taken" in text for text in lost] == [True] * (name != "state.safetensors")
+        assert unfinished == "run is unfinished: using its method after 2 of 3 stages, the last rain"
+        assert ["Using the state before it" in text for text in lost] == [True] * (name != "state.safetensors")
         assert len(rows(found.out)) == len(NEW)
 
 
@@ -348,4 +348,4 @@ class TestOwnMethods:
 
     def test_what_comes_along_needs_no_file(self, run):
         result = ratp("predict", run, "new", "--method", EXAMPLE)
-        refused(result, "is a run of source-only, which comes along", out="found.csv")
+        refused(result, "is a run of source-only, which is built in", out="found.csv")

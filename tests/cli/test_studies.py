@@ -291,7 +291,7 @@ class TestReport:
         result = ratp("study", "report", "tiny.toml")
         assert (result.code, result.out) == (2, "")
         assert result.err == (
-            "error: no run of tiny is finished in runs/studies/tiny. What was made with --weights or --known needs "
+            "error: no run of tiny is finished in runs/studies/tiny. If you ran it with --weights or --known, give "
             "them here, too. Next: ratp study run tiny.toml\n"
         )
         assert os.listdir() == ["tiny.toml"]
@@ -674,8 +674,8 @@ class TestImages:
         result = ratp("study", "run", *made, *OPTIONS)
         assert (result.code, traces(folder)) == (2, before)
         told = " ".join(result.err.split())
-        assert "made from other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in told
-        assert "those of mud). Bring those back, or make all runs anew in another folder with --out." in told
+        assert "used other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in told
+        assert "those of mud). Restore those images, or execute all runs again in another folder with --out." in told
         assert ratp("study", "run", *made, *OPTIONS, "--out", "new").code == 0
         assert len(folders("new")) == 2
         put(Path("yard/mud"), images(count=3, seed=1))
@@ -685,9 +685,7 @@ class TestImages:
     def test_known_results_of_other_images_do_not_count(self, made):
         known = [*made, "--out", "new", "--known", "runs/studies/tiny"]
         put(Path("yard/mud"), images(count=3, seed=7))
-        with pytest.warns(
-            Note, match=r"2 runs, .*: what is known was made from other images of mud, and does not count"
-        ):
+        with pytest.warns(Note, match=r"2 runs, .*: known results used other images of mud and do not count"):
             result = ratp("study", "run", *known, *OPTIONS)
         assert result.code == 0 and len(folders("new")) == 2
 

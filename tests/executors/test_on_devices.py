@@ -245,7 +245,7 @@ class TestTrouble:
         killed = set()
         killer = threading.Thread(target=kill)
         killer.start()
-        with pytest.warns(RetryWarning, match=r"ended unexpectedly \(signal 9\): it goes on") as notes:
+        with pytest.warns(RetryWarning, match=r"ended unexpectedly \(signal 9\): another continues") as notes:
             ends = run_on_two(gate, at_once=2)
         killer.join()
         assert len(killed) == len(notes) == 2
@@ -285,7 +285,7 @@ class TestTrouble:
             def __enter__(self):
                 pass
 
-            def __exit__(self):
+            def __exit__(self, *_):
                 pass
 
         monkeypatch.setattr(local, "Worker", Doomed)
@@ -299,7 +299,7 @@ class TestTrouble:
         with pytest.warns(RetryWarning) as notes:
             made = run_all(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
         assert len(notes) == 2 * local.MOST_DEATHS
-        assert all("nothing is left to make" in str(result) for result in made)
+        assert all("no process is left to execute" in str(result) for result in made)
         assert len([result for result in made if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
         assert len(ended) == 6
 
@@ -320,7 +320,7 @@ class TestTrouble:
             def __enter__(self):
                 pass
 
-            def __exit__(self):
+            def __exit__(self, *_):
                 if not self._broken:
                     others.set()
 
@@ -348,7 +348,7 @@ class TestTrouble:
             def __enter__(self):
                 pass
 
-            def __exit__(self):
+            def __exit__(self, *_):
                 pass
 
         monkeypatch.setattr(local, "Worker", Doomed)

@@ -340,7 +340,7 @@ class TestFailures:
         assert "thesis.txt" in str(thesis)
         assert "in use by process" in str(taken)
         assert str(another).startswith(f"{folders[2]} holds another run. It differs in seed: 2 there")
-        assert "made by hand" in str(hand)
+        assert "does not come from a request" in str(hand)
         assert files_of(folders[0]) == {"thesis.txt": b"mine"}
         assert files_of(folders[1]) == files_of(folders[3]) == {}
 
@@ -351,7 +351,7 @@ class TestFailures:
         (entry,) = read_study(path, tmp_path / "runs", BASE).entries
         (tmp_path / "wrong.py").write_text(WRONG + "\n")
         (error,) = run_all_on_ray([Run(entry.plan, entry.folder, wait=True)])
-        assert "would make another run" in str(error)
+        assert "its worker resolves another plan" in str(error)
         (tmp_path / "wrong.py").unlink()
         (error,) = run_all_on_ray([Run(entry.plan, entry.folder, wait=True)])
         assert isinstance(error, ConfigError)
@@ -465,7 +465,7 @@ class TestChecks:
         assert "needs --on ray" in self.refused(tmp_path, "--ray-address", "auto")
         assert "HOST:PORT" in self.refused(tmp_path, "--on", "ray", "--ray-address", "nonsense")
         monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:1")
-        assert "clients of Ray" in self.refused(tmp_path, "--on", "ray")
+        assert "for Ray clients" in self.refused(tmp_path, "--on", "ray")
 
     def test_nobody_answers(self, monkeypatch, tmp_path):
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -480,7 +480,7 @@ class TestChecks:
         (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        with pytest.warns(on_ray.GoneWarning, match=r"at \S+:1 is gone: another one is started here"):
+        with pytest.warns(on_ray.GoneWarning, match=r"at \S+:1 has died: starting another one here"):
             assert on_ray._found("") == "local"
         (tmp_path / "ray" / "ray_current_cluster").unlink()
         assert on_ray._found("") == "local"
@@ -497,7 +497,7 @@ class TestChecks:
 
     def test_how_many_and_where(self, tmp_path):
         run = Run(tiny_plan(), tmp_path / "run", wait=True)
-        with pytest.raises(ConfigError, match="at least one run"):
+        with pytest.raises(ConfigError, match="number of runs at a time"):
             run_all_on_ray([run], at_once=0)
         run.plan = replace(run.plan, device=torch.device("cuda", 1))
         with pytest.raises(ConfigError, match="Ray chooses the GPU"):

@@ -195,7 +195,7 @@ class TestProcesses:
         running = set()
         runs = [Run(plan_of(seed=seed, steps=150), tmp_path / str(seed)) for seed in (1, 2)]
         runs.append(Run(plan_of("source-only"), tmp_path / "3"))
-        with pytest.warns(RetryWarning, match=r"\(signal 9\): it goes on with what was kept") as notes:
+        with pytest.warns(RetryWarning, match=r"\(signal 9\): another continues from what was saved") as notes:
             made = run_all(runs, at_once=2, on_event=kill)
         assert len(killed) == len(notes) == 2
         assert all(isinstance(result, RunRecord) for result in made)
@@ -355,7 +355,7 @@ class TestInTurn:
 
     @pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "4"])
     def test_how_many_must_be_a_number(self, wrong):
-        with pytest.raises(ConfigError, match="at least one run"):
+        with pytest.raises(ConfigError, match="number of runs at a time"):
             run_all([], at_once=wrong)
 
     @pytest.mark.faults(16, "training that does not fit says so")

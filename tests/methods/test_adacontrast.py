@@ -336,7 +336,7 @@ class TestEdges:
 
     def test_images_must_be_square(self):
         setting = Setting(toy_plan("adacon").recipe, CLASSES, (32, 40), Randomness(0), torch.device("cpu"))
-        with pytest.raises(ConfigError, match="32×40 must be made square"):
+        with pytest.raises(ConfigError, match="needs square images, got 32×40"):
             AdaContrast(setting, AdaContrastConfig())
 
     def test_values_out_of_range_are_told(self):

@@ -122,5 +122,5 @@ def test_images_must_be_square():
     from dataclasses import replace
 
     method, _ = begun()
-    with pytest.raises(ConfigError, match="32×16 cannot be turned"):
+    with pytest.raises(ConfigError, match="32×16 cannot be rotated"):
         RotationTask(replace(method.setting, image_size=(32, 16)), 1, 0.2)

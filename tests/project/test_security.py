@@ -203,7 +203,7 @@ def test_a_worker_writes_nothing_but_files_of_a_run(name, data, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".lock").write_bytes(b"held")
-    with pytest.raises(RatpError, match="does not belong into a run directory"):
+    with pytest.raises(RatpError, match="does not belong in a run directory"):
         write_files(folder, {name: data})
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".lock", "run"]
 

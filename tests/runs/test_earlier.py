@@ -248,7 +248,7 @@ class TestStopped:
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=3)
         for name in (LATEST, BEFORE):
             (tmp_path / "late" / name).write_bytes(b"")
-        with pytest.raises(RunDirectoryError, match="Put one of them back"):
+        with pytest.raises(RunDirectoryError, match="Restore one of them"):
             Run(plan(), tmp_path / "late", after=early).execute()
 
     def test_a_finished_one_has_nothing_to_do(self, runs):

@@ -53,7 +53,7 @@ class TestLoad:
         assert logits.shape == (2, len(found.classes))
 
     def test_a_run_that_was_stopped_warns(self):
-        with pytest.warns(RuntimeWarning, match="is unfinished: what predicts is its method after"):
+        with pytest.warns(RuntimeWarning, match="is unfinished: using its method after"):
             ratp.load(KEPT / "versioned" / "between-stages", device="cpu")
 
     def test_files_from_python(self, runs, tmp_path):

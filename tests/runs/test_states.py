@@ -201,7 +201,7 @@ class TestRefused:
     def test_both_are_lost(self, kind, stopped):
         for name in (LATEST, BEFORE):
             damage(stopped / name, kind)
-        told = refused(stopped, r"state\.safetensors is .*state-before\.safetensors is .*Put one of them back to go on")
+        told = refused(stopped, r"state\.safetensors is .*state-before\.safetensors is .*Restore one of them")
         assert "--out" in told
 
     def test_with_nothing_that_tells_how_much_is_lost(self, stopped):

@@ -191,8 +191,8 @@ class TestMistakes:
             (DIGITS + "seeds = [[1]]", ["grid 1: seeds must be whole numbers, got a list"]),
             (DIGITS + "seeds = 1", ["grid 1: seeds must be a list, got 1"]),
             (DIGITS + "seeds = []", ["grid 1: seeds is empty"]),
-            (DIGITS + "seeds = [9223372036854775808]", ["grid 1: the seed must lie in", "9223372036854775808"]),
-            (DIGITS + "seeds = [-1]", ["grid 1: the seed must lie in", "-1"]),
+            (DIGITS + "seeds = [9223372036854775808]", ["grid 1: the seed must be in", "9223372036854775808"]),
+            (DIGITS + "seeds = [-1]", ["grid 1: the seed must be in", "-1"]),
             (DIGITS + f"seeds = [1{'0' * 5000}]", ["not valid TOML"]),
             (DIGITS + f"seeds = {'[' * 5000}", ["not valid TOML"]),
             (DIGITS + 'preset = "papr"', ["grid 1: unknown preset of ratp 'papr'", "'paper'"]),
@@ -296,7 +296,7 @@ class TestMistakes:
             "grid 2, shot: unknown switch 'pca.scale'",
             "grid 2, ratp: unknown switch 'lrr'",
             "grid 2, shot: unknown switch 'lrr'",
-            "grid 2: the seed must lie in",
+            "grid 2: the seed must be in",
             "grid 2: epochs must be a whole number, got 'many'",
             "grid 3 names no stream",
             "grid 3: unknown method 'tnt'. Did you mean 'tent'?",
@@ -318,7 +318,7 @@ class TestMistakes:
         """Their runs would get the same directory, and tables one number for both."""
         monkeypatch.setattr("ratp.runs.plan.find_precision", lambda asked, device: asked)
         both = (f'{DIGITS}precision = "{name}"\n' for name in ("tf32", "bf16"))
-        with pytest.raises(ConfigError, match="grid 2: two grids ask for the same run in tf32 and bf16"):
+        with pytest.raises(ConfigError, match="grid 2: two grids request the same run in tf32 and bf16"):
             planned("".join(both))
 
     def test_two_streams_of_one_name(self):

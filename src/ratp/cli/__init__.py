@@ -1,4 +1,4 @@
 """The command line.
 
-Imports every other room; nothing imports it.
+Imports every other package; none imports it.
 """

@@ -38,7 +38,7 @@ FrameOption = Annotated[
         help="Frame of MNIST-M and USPS: digits-five (the paper's: MNIST-M without margin, USPS with one) or original.",
     ),
 ]
-Replace = Annotated[bool, typer.Option("--replace", help="Replace what is there already.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace existing files.")]
 _MOST_NAMED = 20  # files a message names
 _START_AGAIN = "Nothing incomplete is left behind; run the same command again."
 
@@ -124,8 +124,8 @@ def import_files(
 
     Reads idx, MATLAB, HDF5, libsvm and npz files, zips and folders of images,
     and lists of labels. Given a data set, imports every domain found in the
-    files except those in the data folder already. The folder of Digits-Five
-    is one that holds all five domains of digits.
+    files, except those already in the data folder. The folder of Digits-Five
+    holds all five domains of digits.
 
     Images of your own need no import: a folder or zip with class/image
     below it is read as it is.
@@ -278,7 +278,7 @@ def _obtain(
     keep: bool,
     quiet: bool,
 ) -> list[Outcome]:
-    """Makes domains in turn, all even if some fail; with ``keep``, those that are there already are left alone."""
+    """Produces domains one after another, even if some fail; ``keep`` leaves existing ones alone."""
     outcomes = []
     for source in sources:
         name = f"{chosen.name}/{source.name}"

@@ -59,12 +59,12 @@ def check(
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
-    """Decode every image once, and say what there is and what is wrong with it.
+    """Decode every image once, and report what was found and what is wrong.
 
-    A zip is a domain. A folder is a domain if it holds images, or folders
-    with images below them: its classes. It is one of domains, up to two
-    folders deep, if it holds zips, or folders that hold folders of the same
-    names (FOLDER/DOMAIN/CLASS/IMAGE).
+    A zip is a domain. So is a folder that holds images, or folders with
+    images below them, which are its classes. A folder of domains, up to two
+    folders deep, holds zips, or folders that hold folders of the same names
+    (FOLDER/DOMAIN/CLASS/IMAGE).
 
     The exit code is 1 if there is an image or a zip that cannot be used.
     """

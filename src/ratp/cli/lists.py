@@ -1,4 +1,4 @@
-"""``ratp methods`` and ``ratp streams``: lists, and what there is to know about one."""
+"""``ratp methods`` and ``ratp streams``: lists, and the details of one method or stream."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reflow(doc: str, width: int) -> str:
     return "\n\n".join(blocks)
 
 
-# Streams that stand for small and for large networks.
+# Streams with a small and with a large network, as examples.
 SMALL, LARGE = "digits", "pacs"
 methods = typer.Typer(help="List methods and their switches.")
 streams = typer.Typer(help="List streams and show their images.")
@@ -74,7 +74,7 @@ def list_methods(context: typer.Context, json_: Json = False) -> None:
     if json_:
         print_json({"methods": list(map(_described, METHODS))})
         return
-    heads = ("name", "family", "needs beside images", "cost", "paper")
+    heads = ("name", "family", "needs besides images", "cost", "paper")
     table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     table.columns[0].no_wrap = True
     for row in map(_described, METHODS):

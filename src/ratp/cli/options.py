@@ -1,14 +1,11 @@
-"""Options that several commands share. Importing them loads no torch."""
+"""Options that several commands share. This module does not import torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only warnings and errors.")

@@ -36,7 +36,7 @@ SECONDS_BETWEEN_UPDATES = 0.25
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_WITHIN_EPOCHS = 60.0
 WIDEST_TEXT = 80
-WIDEST_LABEL = 26  # beside a bar
+WIDEST_LABEL = 26  # next to a bar
 
 
 def follow(run: Run, console: Console, *, quiet: bool) -> None:
@@ -204,7 +204,7 @@ class _Watcher:
 
 @contextmanager
 def _displays(runs: Sequence[Run], console: Console) -> Iterator[Callable[[Run, str | None], _Display]]:
-    """Yields what makes the display of a run; a label is needed if there are several."""
+    """Yields a function that creates the display of a run; with several runs, each needs a label."""
     if not console.is_terminal:
         yield lambda run, label: _Lines(run, console, label)
         return
@@ -230,7 +230,7 @@ class _Display:
         raise NotImplementedError
 
     def step(self, tick: Tick, done: int, speed: float) -> None:
-        """Shows that ``done`` updates of the stage are made, at ``speed`` updates per second."""
+        """Shows that ``done`` updates of the stage are done, at ``speed`` updates per second."""
         raise NotImplementedError
 
     def finish(self, event: StageFinished) -> None:
@@ -246,7 +246,7 @@ class _Display:
 
 
 class _Bar(_Display):
-    """A bar for the stage under way and a line for every finished one.
+    """A bar for the current stage and a line for every finished one.
 
     A run among others has a label, and a bar only from its first step to its last.
     """
@@ -352,7 +352,7 @@ class _ImageNotes:
         self._printed: set[str] = set()
 
     def see(self, run: Run) -> None:
-        """Reads the notes from the config of a run under way."""
+        """Reads the notes from the config of a run in progress."""
         if id(run) in self._seen:
             return
         self._seen.add(id(run))

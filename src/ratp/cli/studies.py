@@ -117,8 +117,8 @@ def report(
     if not results.records():
         where = f" --out {shlex.quote(str(out))}" if out else ""
         raise RunDirectoryError(
-            f"no run of {study.name} is finished in {study.folder}. What was made with --weights or --known needs them "
-            f"here, too. Next: ratp study run {shlex.quote(str(file))}{where}"
+            f"no run of {study.name} is finished in {study.folder}. If you ran it with --weights or --known, give "
+            f"them here, too. Next: ratp study run {shlex.quote(str(file))}{where}"
         )
     page = write_study(results, to or study.folder / "report")
     if not quiet:
@@ -175,7 +175,7 @@ def _print_study(study: Study, *, json_: bool, quiet: bool) -> None:
 
 
 def _place(study: Study, entry: Entry, state: State) -> dict[str, str | None]:
-    """The folder of a run, or where a result from elsewhere lies."""
+    """The folder of a run, or the path of a result from elsewhere."""
     known = entry.record() if state == "finished" and entry.result is not None else None
     if known is None or known.path == entry.folder:
         return {"folder": str(entry.folder)}

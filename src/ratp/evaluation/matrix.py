@@ -110,7 +110,7 @@ class Matrix:
         """Reads what :meth:`to_json` wrote. The metrics are computed again; if they differ, the data is damaged."""
         try:
             if isinstance(data["domains"], str):
-                raise TypeError("domains is a text")
+                raise TypeError("domains is a string")
             domains = tuple(str(n) for n in data["domains"])
             accuracy = tuple(tuple(math.nan if v is None else float(v) for v in row) for row in data["accuracy"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -247,9 +247,7 @@ def ranks(rows: Mapping[str, float]) -> dict[str, float]:
     """Ranks names by value: 1 for the highest, the mean of their ranks for equal ones."""
     values = list(rows.values())
     _refuse_gaps(values)
-    return {
-        name: sum(other > value for other in values) + (values.count(value) + 1) / 2 for name, value in rows.items()
-    }
+    return {name: sum(other > v for other in values) + (values.count(v) + 1) / 2 for name, v in rows.items()}
 
 
 def mean_ranks(tables: Sequence[Mapping[str, float]], confidence: float = 0.95) -> dict[str, Summary]:
@@ -281,8 +279,8 @@ def best_two(rows: Mapping[str, float], decimals: int = 1) -> tuple[frozenset[st
 def verdict(printed: float, ours: Summary, tolerance: float) -> Verdict:
     """Compares our mean with a printed number, up to rounding errors of 1e-9.
 
-    It is close if the difference is within the tolerance, and within the spread if the number lies in our confidence
-    interval, so that our values leave open whether they agree. Otherwise it is above or below the number.
+    It is "close" if the difference is within the tolerance, and "within spread" if the number is inside our confidence
+    interval, so that our values do not settle whether they agree. Otherwise it is "above" or "below" the number.
     """
     _refuse_gaps([printed])
     if not tolerance >= 0:

@@ -1,4 +1,4 @@
-"""Where several runs execute: side by side in this process, in worker processes, on several devices, on Ray.
+"""Executes several runs: side by side in this process, in worker processes, on several devices, on Ray.
 
-Imports `runs` and what lies below it.
+Imports `runs` and the layers below it.
 """

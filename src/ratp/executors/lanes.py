@@ -1,8 +1,9 @@
-"""Lanes on which runs are made one after another; on a GPU each has streams of its own."""
+"""Lanes that execute runs one after another; on a GPU each lane has its own streams."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,23 +15,18 @@ from ratp.training.cuda_graphs import RECORDING, recording_on
 
 
 class Lane:
-    """Makes runs one after another, within its context."""
+    """Executes runs one after another, within the context ``held``."""
 
+    held: AbstractContextManager[object] = nullcontext()
     gave_up = False
 
     def events(self, run: Run) -> Generator[Event, None, None]:
         """Like :meth:`ratp.runs.run.Run.events`."""
         raise NotImplementedError
 
-    def __enter__(self) -> None:
-        """Prepares for runs."""
-
-    def __exit__(self, *_: object) -> None:
-        """Releases what the lane holds."""
-
 
 class StreamLane(Lane):
-    """Makes runs in the calling thread, on two CUDA streams of its own."""
+    """Executes runs in the calling thread, on its own two CUDA streams."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, recording: torch.cuda.Stream) -> None:
         self._device, self._stream, self._recording = device, stream, recording
@@ -71,4 +67,4 @@ def distinct_streams(device: torch.device, count: int) -> list[torch.cuda.Stream
         found.setdefault(stream.cuda_stream, stream)
         if len(found) == count:
             return list(found.values())
-    raise RatpError(f"{device} has no {count} streams. Run fewer at once.")
+    raise RatpError(f"{device} does not have {count} streams. Run fewer at once (--jobs).")

@@ -1,9 +1,8 @@
-"""Runs side by side on this machine, so that small networks fill a GPU, or all cores of a CPU.
+"""Executes runs side by side on this machine, so that small networks fill a GPU, or all cores of a CPU.
 
-On a GPU every run has a thread and streams of its own: a training step is one replay of a graph, which hardly needs the
-interpreter. On a CPU every run has a process that computes with one thread. With several devices, each has a process
-that sees no other, because recording a graph stalls all runs of its process. No run sees another: each gives what it
-gives alone.
+On a GPU every run has its own thread and streams: a training step is one replay of a graph, which hardly needs the
+interpreter. On a CPU every run has a process that computes with one thread. Several devices have a process each, which
+sees only that device, because recording a graph stalls all runs of its process. No run affects another's result.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ def run_all(
     on_event: Listener | None = None,
     on_end: Callable[[Run, Result], None] | None = None,
 ) -> list[Result]:
-    """Makes or continues all runs, several at once.
+    """Executes or continues all runs, several at once.
 
     A failing run does not stop the others. A run whose process dies continues in another, at most three times within a
     stage. Ctrl-C stops all runs at their next step, and the same call continues them.
 
     Args:
-        runs: What to run, each with a directory of its own.
+        runs: What to run, each with its own directory.
         devices: Several devices to share the runs (:func:`ratp._core.environment.find_devices`); one that occurs twice
-            has two processes. By default each run's own device. A run alone is made here, on its own.
-        at_once: How many at the same time on each device: by default as many as cores, on a GPU eight with DTN and one
+            has two processes. By default each run's own device. A single run always executes here, on its own device.
+        at_once: How many at the same time on each device: by default one per core, and on a GPU eight with DTN, one
             with larger networks. With 1, runs follow one another in this thread, unless devices are given.
-        one_thread: Whether runs on a CPU compute with one thread however many there are, so that each ends with the
-            same bits whatever is made beside it; otherwise those that follow one another in this thread use all.
-        on_event: Called with every event of every run, by one thread at a time; events about steps come a few times a
-            second from other processes. What it raises stops all runs.
+        one_thread: Whether runs on a CPU compute with one thread even if they follow one another, so that the result
+            does not depend on how many run at once; otherwise such runs use all threads.
+        on_event: Called with every event of every run, by one thread at a time; other processes send events about
+            steps a few times per second. What it raises stops all runs.
         on_end: Called with the result of every run, likewise; the run then drops its images and networks.
 
     Returns:
@@ -77,16 +76,11 @@ def run_all(
 
 
 class WorkerLane(Lane):
-    """Makes runs in a worker process, which other lanes may share."""
+    """Executes runs in a worker process, which other lanes may share."""
 
     def __init__(self, worker: Worker, most_deaths: float = float("inf")) -> None:
-        self.worker, self._most_deaths = worker, most_deaths
-        self._deaths = 0
-
-    @property
-    def gave_up(self) -> bool:  # type: ignore[override]
-        """Whether too many of its processes died in a row."""
-        return self._deaths >= self._most_deaths
+        self.worker = self.held = worker
+        self._most_deaths, self._deaths = most_deaths, 0
 
     def events(self, run: Run) -> Generator[Event, None, None]:
         """Like :meth:`ratp.executors.worker.Worker.events`."""
@@ -95,22 +89,15 @@ class WorkerLane(Lane):
             self._deaths = 0
         except ProcessGoneError:
             self._deaths += 1
+            self.gave_up = self._deaths >= self._most_deaths
             raise
-
-    def __enter__(self) -> None:
-        """Joins the users of the worker."""
-        self.worker.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        """Leaves them; the last ends the process."""
-        self.worker.__exit__()
 
 
 def _lanes(runs: Sequence[Run], at_once: int | None, one_thread: bool) -> Sequence[Lane]:
     """Lanes for runs on one device; none if they follow one another in this thread."""
     device = runs[0].plan.device
     count = min(len(runs), at_once or default_at_once(runs, device))
-    if device.type != "cuda":  # the number of threads decides the last bits, so it depends only on what was asked for
+    if device.type != "cuda":  # the number of threads affects the last bits, so it depends only on what was requested
         is_alone = (at_once or count) == 1 and not one_thread
         return [] if is_alone else [WorkerLane(Worker(device)) for _ in range(count)]
     count = min(count, most_in_process(runs))
@@ -122,29 +109,25 @@ def _lanes(runs: Sequence[Run], at_once: int | None, one_thread: bool) -> Sequen
 
 def _device_lanes(runs: Sequence[Run], devices: Sequence[torch.device], at_once: int | None) -> list[WorkerLane]:
     """Lanes on several devices: one of each in turn, until each has its share or there are enough."""
-    counts = [min(at_once or _share(runs, device, devices), most_in_process(runs)) for device in devices]
+    cpus = sum(device.type == "cpu" for device in devices)  # entries for the CPU share its cores
+    shares = [max(default_at_once(runs, d) // (cpus if d.type == "cpu" else 1), 1) for d in devices]
+    counts = [min(at_once or share, most_in_process(runs)) for share in shares]
     places = [k for turn in range(max(counts)) for k, count in enumerate(counts) if turn < count][: len(runs)]
     workers = {k: Worker(devices[k], slots) for k, slots in Counter(places).items()}
     return [WorkerLane(workers[k], MOST_DEATHS) for k in places]
 
 
-def _share(runs: Sequence[Run], device: torch.device, devices: Sequence[torch.device]) -> int:
-    """How many runs to make at once on one of several devices; entries for the CPU share its cores."""
-    alike = sum(other.type == "cpu" for other in devices) if device.type == "cpu" else 1
-    return max(default_at_once(runs, device) // alike, 1)
-
-
 def check_at_once(at_once: int | None) -> None:
     """Raises a ConfigError unless ``at_once`` is a positive number or None."""
     if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
-        raise ConfigError(f"at least one run must go on at a time, got {at_once!r}; e.g. 4.")
+        raise ConfigError(f"the number of runs at a time must be a whole number, 1 or more, got {at_once!r}; e.g. 4.")
 
 
 def default_at_once(runs: Sequence[Run], device: torch.device) -> int:
-    """How many runs to make at once: as many as cores; on a GPU, several if their networks are small."""
-    if device.type == "cuda":
-        return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == "dtn" for run in runs) else 1
-    return usable_cores()
+    """How many runs to execute at once: one per core; on a GPU, several if their networks are small."""
+    if device.type != "cuda":
+        return usable_cores()
+    return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == "dtn" for run in runs) else 1
 
 
 def _groups(runs: Sequence[Run]) -> list[list[int]]:
@@ -156,5 +139,5 @@ def _groups(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def most_in_process(runs: Sequence[Run]) -> int:
-    """How many of these runs may share a process: one if layers may draw from its default generator."""
+    """How many of these runs may share a process: one if their layers may use the process's default generator."""
     return 1 if any(run.plan.recipe.network.backbone.startswith(TIMM) for run in runs) else MOST_ON_GPU

@@ -1,4 +1,4 @@
-"""A queue of runs and the lanes that make them, each in a thread of its own."""
+"""A queue of runs and the lanes that execute them, each in its own thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RetryWarning(Note):
 
 
 class Pool:
-    """Runs to make, and their results."""
+    """Runs to execute, and their results."""
 
     def __init__(
         self, runs: Sequence[Run], on_event: Listener | None, on_end: Callable[[Run, Result], None] | None
@@ -50,26 +50,29 @@ class Pool:
         return [self._results[index] for index in range(len(self._runs))]
 
     def in_turn(self, indices: Iterable[int]) -> None:
-        """Makes runs one after another in this thread."""
+        """Executes runs one after another in this thread."""
         for index in indices:
-            self._make(index, Run.events)
+            self._execute(index, Run.events)
             self._raise_failure()
 
     def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
-        """Makes as many runs at once as there are lanes."""
+        """Executes as many runs at once as there are lanes."""
         todo, left = deque(indices), deque[int]()
         while todo and (usable := [lane for lane in lanes if not lane.gave_up]):
             self._share(todo, left, usable)  # again, if a lane gave up after the others had finished
         for index in todo:
             how = self._deaths.get(index)
-            why = f"its process ended unexpectedly ({how})" if how else "see the notes before"
-            told = f"nothing is left to make {self._runs[index].folder.name} with: {why}. The same command continues."
-            self._end(index, RatpError(told))
+            why = f"its process ended unexpectedly ({how})" if how else "see the notes above"
+            name = self._runs[index].folder.name
+            self._end(index, RatpError(f"no process is left to execute {name}: {why}. The same command continues."))
             self._raise_failure()
         self.in_turn(sorted(left))
 
     def _share(self, todo: deque[int], left: deque[int], lanes: Sequence[Lane]) -> None:
-        """Has each lane make runs until none is left or it gives up; ``left`` gets those only this process can make."""
+        """Has each lane execute runs until none is left or it gives up.
+
+        ``left`` receives the runs that only this process can execute.
+        """
         ends = [threading.Event() for _ in lanes]
         threads = [
             threading.Thread(target=self._serve, args=(lane, todo, left, end), name=f"run-{k}", daemon=True)
@@ -90,14 +93,14 @@ class Pool:
 
     def _serve(self, lane: Lane, todo: deque[int], left: deque[int], end: threading.Event) -> None:
         try:
-            with lane:
+            with lane.held:
                 while todo and not self._stop.is_set() and not lane.gave_up:
                     try:
                         index = todo.popleft()
                     except IndexError:  # another lane was quicker
                         break
                     try:
-                        self._make(index, lane.events)
+                        self._execute(index, lane.events)
                     except OtherPlanError:
                         left.append(index)
                     except ProcessGoneError:
@@ -107,15 +110,14 @@ class Pool:
         finally:
             end.set()
 
-    def _make(self, index: int, events_of: EventsOf) -> None:
-        """Makes one run and keeps its result, unless all have to stop."""
+    def _execute(self, index: int, events_of: EventsOf) -> None:
+        """Executes one run and keeps its result, unless all runs must stop."""
         run = self._runs[index]
         event: Event | None = None
         try:
             with closing(events_of(run)) as events:
                 for event in events:
-                    if self._on_event is not None:
-                        self._call(partial(self._on_event, run, event))
+                    self._report(run, event)
                     if isinstance(event, StageFinished):
                         del self._retries[index]
                     if self._stop.is_set():
@@ -137,6 +139,10 @@ class Pool:
         event = None  # an error keeps this frame, and the event the method and its images
         self._end(index, result)
 
+    def _report(self, run: Run, event: Event) -> None:
+        if self._on_event is not None:
+            self._call(partial(self._on_event, run, event))
+
     def _end(self, index: int, result: Result) -> None:
         self._results[index] = result
         if self._on_end is not None:
@@ -151,7 +157,7 @@ class Pool:
             return False
         if not self._stop.is_set():
             name = self._runs[index].folder.name
-            note = f"the process of {name} ended unexpectedly ({error.how}): it goes on with what was kept"
+            note = f"the process of {name} ended unexpectedly ({error.how}): another continues from what was saved"
             warnings.warn(note, RetryWarning, stacklevel=2)
         return True
 

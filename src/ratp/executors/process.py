@@ -1,7 +1,7 @@
 """The parent's side of a worker process: starting it, sending it runs and noticing its death.
 
 The two exchange JSON objects, one per line, over a socket (:mod:`ratp.executors.protocol`). Requests and answers carry
-the number of their run, because one process makes several runs at once.
+the number of their run, because one process executes several runs at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from ratp.errors import RatpError
-from ratp.executors.protocol import decoded, fail, work_of
+from ratp.executors.protocol import decoded, raise_error, work_of
 from ratp.runs.events import Event
 from ratp.runs.run import Run
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# A signal to the process group reaches workers, too; they leave the decision to their parent.
+# A signal to the process group reaches workers, too; they ignore it, because the parent decides.
 _START = """
 import signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -37,7 +37,7 @@ sys.path[:] = settings.pop("path")
 from ratp.executors.worker import serve
 serve(**settings)
 """
-# Seconds to wait for the exit code of a process that closed its socket, and for one to end that has nothing left to do.
+# Seconds to wait for the exit code of a process that closed its socket, and for an idle process to end.
 _PATIENCE, _LAST_SECONDS = 5.0, 30.0
 
 
@@ -57,7 +57,7 @@ class ProcessGoneError(RatpError):
 
 
 class Worker:
-    """Makes runs in another process, which is started with the first run and again if it died."""
+    """Executes runs in another process, which starts with the first run and again after it died."""
 
     def __init__(self, device: torch.device, slots: int = 1) -> None:
         self.device = torch.device(device.type)  # the process sees one GPU only
@@ -126,7 +126,7 @@ class _Process:
                 ended = True
                 if "finished" in answer:
                     return
-                fail(answer)
+                raise_error(answer)
         finally:
             if not ended:
                 self._send({"stop": number})
@@ -154,7 +154,7 @@ class _Process:
                 answers.put(None)
 
     def _how(self) -> str:
-        """How the process ended; one that hangs is killed."""
+        """How the process ended; kills it if it hangs."""
         try:
             code = self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
@@ -163,7 +163,7 @@ class _Process:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """Waits for the process to end after the step it is at; one that hangs is killed."""
+        """Waits for the process to end after its current step; kills it if it hangs."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         try:
@@ -180,7 +180,7 @@ class _Process:
 def start_process(
     settings: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts this Python once more, to call :func:`serve`. The user's main script is not imported there."""
+    """Starts another process of this Python, which calls :func:`serve` and does not import the user's main script."""
     ours, theirs = socket.socketpair()
     with theirs:
         argument = json.dumps({**settings, "channel": theirs.fileno(), "path": sys.path})

@@ -1,7 +1,7 @@
 """Runs, events and errors as plain data for another process.
 
 A plan holds functions, which cannot be sent, so its request is sent and resolved again. If that gives a different plan,
-the other process makes no run.
+the other process refuses the run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in (Waiting, 
 
 
 class OtherPlanError(Exception):
-    """The request resolves to a different plan in the other process, which therefore cannot make the run."""
+    """The request resolves to a different plan in the other process, which therefore cannot execute the run."""
 
 
 def work_of(run: Run, device: torch.device | None) -> dict[str, Any]:
-    """What another process needs to make the same run, and to verify that it is the same."""
+    """Describes what another process needs to execute the same run, and to verify that it is the same."""
     return {
         **described(run.plan if device is None else replace(run.plan, device=device)),
         "fingerprint": run.config["fingerprint"],
@@ -83,7 +83,7 @@ def planned(work: Mapping[str, Any]) -> RunPlan:
 
 
 def same_run(work: Mapping[str, Any], *, wait: bool = False) -> Run:
-    """The requested run."""
+    """Builds the requested run, or raises OtherPlanError if it would be another one."""
     try:
         plan = planned(work)
     except ConfigError as error:
@@ -95,11 +95,11 @@ def same_run(work: Mapping[str, Any], *, wait: bool = False) -> Run:
 
 
 def _identity(plan: RunPlan) -> list[str]:
-    """What plans with the same result have in common."""
+    """Returns what plans with the same result have in common."""
     return [plan.digest(), str(plan.device), plan.precision, plan.preset]
 
 
-def told(error: Exception) -> dict[str, Any]:
+def encoded_error(error: Exception) -> dict[str, Any]:
     """An error as plain data."""
     if isinstance(error, OtherPlanError):
         return {"other": True}
@@ -112,7 +112,7 @@ def told(error: Exception) -> dict[str, Any]:
     return {"kind": "RatpError", "message": unexpected(error)}
 
 
-def fail(answer: Mapping[str, Any]) -> NoReturn:
+def raise_error(answer: Mapping[str, Any]) -> NoReturn:
     """Raises the error that another process sent."""
     if "other" in answer:
         raise OtherPlanError
@@ -155,7 +155,7 @@ def encoded(event: Event) -> dict[str, Any]:
 
 
 def decoded(answer: dict[str, Any]) -> Event:
-    """The event that plain data describes."""
+    """Returns the event that plain data describes."""
     kind = answer.pop("event")
     if kind != "Trained":
         return _EVENTS[kind](**answer)
@@ -170,5 +170,5 @@ def memory_error(run: Run, error: Exception) -> RatpError:
     reason = str(error).partition(". ")[0]
     return RatpError(
         f"the memory of {run.plan.device} ran out ({reason}). Run fewer at once (--jobs). "
-        f"The stages before are kept in {run.folder}."
+        f"The finished stages are kept in {run.folder}."
     )

@@ -1,7 +1,7 @@
-"""Runs on a Ray cluster, one task per run.
+"""Executes runs on a Ray cluster, one task per run.
 
-A worker makes a run in a folder of its own and sends the files that changed after every stage and checkpoint
-(:mod:`ratp.executors.ray_worker`); they are written to the run's directory here. The machines need no common file
+A worker executes a run in a temporary folder and sends the files that changed after every stage and checkpoint
+(:mod:`ratp.executors.ray_worker`); this process writes them to the run's directory. The machines need no common file
 system, but each needs this package, and the images and weights at the given paths.
 """
 
@@ -25,23 +25,23 @@ from ratp._core.files import remove_leftovers
 from ratp._core.locks import exclusive
 from ratp.errors import ConfigError, Note, RatpError
 from ratp.executors.local import check_at_once, default_at_once
-from ratp.executors.pool import MOST_RETRIES, Listener, Result
+from ratp.executors.pool import MOST_RETRIES, Listener, Pool, Result
 from ratp.executors.process import ONE_THREAD
-from ratp.executors.protocol import OtherPlanError, decoded, described, fail, options_of
+from ratp.executors.protocol import OtherPlanError, decoded, described, options_of, raise_error
 from ratp.executors.ray_worker import PATIENCE, contents, files_of, make_run, write_files
 from ratp.runs.directory import prepare_folder
 from ratp.runs.events import Event, StageFinished
 from ratp.runs.run import Run
 
-# Seconds between checks of the head node, and how long it may be away: after 60, Ray would end this process.
+# Seconds between checks of the head node, and how long it may be unreachable: after 60, Ray would end this process.
 LOOK_EVERY, MOST_AWAY = 3.0, 20.0
 _WORDS = ("auto", "local")
 _START = "Start one (ray start --head), or have one started with --ray-address local."
-_KEPT = "Finished stages are kept: the same command goes on after them."
+_KEPT = "Finished stages are kept: the same command continues after them."
 
 
 class RoomWarning(Note):
-    """The cluster lacks the resources for a run so far."""
+    """The cluster does not have the resources for a run yet."""
 
 
 class GoneWarning(Note):
@@ -57,12 +57,12 @@ def run_all_on_ray(
     on_event: Listener | None = None,
     on_end: Callable[[Run, Result], None] | None = None,
 ) -> list[Result]:
-    """Makes or continues all runs on a Ray cluster, like :func:`ratp.executors.local.run_all`.
+    """Executes or continues all runs on a Ray cluster, like :func:`ratp.executors.local.run_all`.
 
     A run whose worker dies continues elsewhere from the files it sent last.
 
     Args:
-        runs: What to run, each with a local directory of its own. Only the workers load images.
+        runs: What to run, each with its own local directory. Only the workers load images.
         address: ``HOST:PORT`` of the cluster, which this machine must be part of; ``auto`` for the one running here;
             ``local`` to start one. By default ``auto`` if there is one, else ``local``. If this process already uses
             Ray, that cluster is used.
@@ -80,7 +80,7 @@ def run_all_on_ray(
     if any(run.plan.device.index is not None for run in runs):
         raise ConfigError("on a cluster Ray chooses the GPU: use --device cuda, without a number.")
     with _joined(_place(address)):
-        return _Work(runs, at_once, on_event, on_end).make()
+        return _Cluster(runs, at_once, on_event, on_end).execute()
 
 
 def check_ray(address: str | None = None) -> None:
@@ -89,8 +89,8 @@ def check_ray(address: str | None = None) -> None:
     place = _place(address)
     if "://" in place:
         raise ConfigError(
-            f"{place} is an address for clients of Ray, to which a run cannot send its files. Use a machine of the "
-            "cluster, and --ray-address HOST:PORT there."
+            f"{place} is an address for Ray clients, to which workers cannot send files. Run this command on a machine "
+            "of the cluster, with --ray-address HOST:PORT."
         )
     host, _, port = place.rpartition(":")
     if place and place not in _WORDS and not (host and port.isdecimal()):
@@ -144,16 +144,14 @@ def _found(place: str) -> str:
     except (ConnectionError, ValueError) as error:
         if place in _WORDS:
             raise RatpError(f"no Ray cluster runs here. {_START}") from error
-        raise RatpError(f"no Ray cluster can be at {place}: {_line(error)}") from error
+        raise RatpError(f"{place} cannot be the address of a Ray cluster: {_line(error)}") from error
     if known is None:
         return "local"
     if _answers(known):
         return place or "auto"  # given the address, Ray would ask for a token
     if place:
         raise RatpError(f"no Ray cluster answers at {known if place in _WORDS else place}. {_START}")
-    warnings.warn(
-        f"the Ray cluster that was at {known} is gone: another one is started here", GoneWarning, stacklevel=2
-    )
+    warnings.warn(f"the Ray cluster at {known} has died: starting another one here", GoneWarning, stacklevel=2)
     return "local"
 
 
@@ -161,7 +159,7 @@ def _hint(place: str, error: Exception) -> str:
     """A hint at the likely cause of an error."""
     if not isinstance(error, ConnectionError) or "RAY_AUTH_MODE" in os.environ or place in _WORDS:
         return ""
-    return " If the cluster asks for a token, set RAY_AUTH_MODE=token here."
+    return " If the cluster requires a token, set RAY_AUTH_MODE=token here."
 
 
 @contextmanager
@@ -222,7 +220,7 @@ class _Head:
         self._seen = self._looked = time.monotonic()
         self.resources: Mapping[str, float] = self._ray.cluster_resources()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks from time to time that the head answers."""
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY:
@@ -253,8 +251,8 @@ class _Flight:
     deaths: int = 0
 
 
-class _Work:
-    """Runs to make, and their results."""
+class _Cluster(Pool):
+    """Runs to execute on the cluster that this process has joined, and their results."""
 
     def __init__(
         self,
@@ -263,34 +261,37 @@ class _Work:
         on_event: Listener | None,
         on_end: Callable[[Run, Result], None] | None,
     ) -> None:
-        self._ray = _ray()
+        super().__init__(runs, on_event, on_end)
+        self._ray, self._at_once = _ray(), at_once
         self._task = self._ray.remote(make_run)
-        self._runs, self._at_once, self._on_event, self._on_end = runs, at_once, on_event, on_end
         self._head = _Head()
         self._waiting = deque(range(len(runs)))
         self._flights: list[_Flight] = []
-        self._results: dict[int, Result] = {}
 
-    def make(self) -> list[Result]:
+    def execute(self) -> list[Result]:
         self._note_missing()
         try:
             while self._waiting or self._flights:
                 while self._waiting and self._has_room():
                     self._begin(self._waiting.popleft())
                 self._receive()
-                self._head.look()
+                self._head.check()
         finally:
             self._cancel()
-        return [self._results[index] for index in range(len(self._runs))]
+        return self.results()
+
+    def _call(self, listener: Callable[[], None]) -> None:
+        listener()  # in the only thread: what it raises ends execute()
 
     def _note_missing(self) -> None:
         wanted = {name for run in self._runs for name in _needs(run)}
         missing = sorted(name for name in wanted if self._head.resources.get(name, 0) <= 0)
         if missing:
-            warnings.warn(f"the cluster has no {' and no '.join(missing)}: runs wait until it has", RoomWarning, 4)
+            what = " and no ".join(missing)
+            warnings.warn(f"the cluster has no {what}: runs wait until it does", RoomWarning, stacklevel=4)
 
     def _has_room(self) -> bool:
-        """Whether one more run can be submitted; always if none is under way."""
+        """Whether one more run can be submitted; always if none is in progress."""
         if self._at_once is not None:
             return len(self._flights) < self._at_once
         wanted = Counter[str]()
@@ -316,7 +317,7 @@ class _Work:
         try:
             work = {**described(run.plan), "options": options_of(run), "folder": os.fspath(run.folder)}
         except OtherPlanError as error:
-            raise RatpError("the plan of this run was made by hand: no worker can make it.") from error
+            raise RatpError("no worker can execute this run: its plan does not come from a request.") from error
         needs = _needs(run)
         task = self._task.options(
             num_cpus=needs["CPU"],
@@ -351,17 +352,15 @@ class _Work:
             elif "finished" in answer:
                 result = flight.run.record()
             elif not goes_on:
-                fail(answer)
+                raise_error(answer)
         except OtherPlanError:
-            result = RatpError(
-                "its worker would make another run: it needs the same version of ratp and of the method."
-            )
+            result = RatpError("its worker resolves another plan: install the same ratp and method on every machine.")
         except RatpError as error:
             result = error
         if isinstance(event, StageFinished) or "checkpoint" in answer:
             flight.deaths = 0
-        if event is not None and self._on_event is not None:
-            self._on_event(flight.run, event)
+        if event is not None:
+            self._report(flight.run, event)
         if result is not None:
             if goes_on:  # its files cannot be written
                 self._ray.cancel(flight.replies)
@@ -374,7 +373,7 @@ class _Work:
             raise RatpError(f"Ray has ended on this machine. {_KEPT}") from error
         if isinstance(error, errors.RayTaskError) and not isinstance(error, errors.TaskCancelledError):
             last = str(error).strip().splitlines()[-1]
-            self._land(flight, RatpError(f"its worker could not make it ({last}). Every machine needs this ratp."))
+            self._land(flight, RatpError(f"its worker failed ({last}). Every machine needs this version of ratp."))
             return
         self._ray.cancel(flight.replies)  # it may be alive if only a reply was lost
         flight.deaths += 1
@@ -391,12 +390,6 @@ class _Work:
         self._flights.remove(flight)
         flight.held.close()
         self._end(flight.index, result)
-
-    def _end(self, index: int, result: Result) -> None:
-        self._results[index] = result
-        if self._on_end is not None:
-            self._on_end(self._runs[index], result)
-            self._runs[index].forget()
 
     def _cancel(self) -> None:
         """Cancels all submitted runs and unlocks their directories."""

@@ -1,4 +1,4 @@
-"""The worker's side on a Ray cluster: makes a run in a temporary folder and sends the files that change in it.
+"""The worker's side on a Ray cluster: executes a run in a temporary folder and sends the files that change in it.
 
 Both sides write files in such an order that a run can continue from its directory wherever writing stops.
 """
@@ -19,7 +19,7 @@ import torch
 from ratp._core.files import write_bytes, writing
 from ratp._core.locks import exclusive, is_held
 from ratp.errors import RatpError, RunDirectoryError
-from ratp.executors.protocol import encoded, memory_error, planned, told
+from ratp.executors.protocol import encoded, encoded_error, memory_error, planned
 from ratp.runs.events import Event, StageFinished, StageStarted
 from ratp.runs.run import Run
 from ratp.runs.states import CHECKPOINT_LATEST as CHECKPOINT
@@ -31,7 +31,7 @@ _FIRST, _LAST = ("config.json",), ("weights.safetensors", "journal.jsonl", "stat
 
 
 def make_run(work: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
-    """Makes a run on a worker, which computes with one thread.
+    """Executes a run on a worker, which computes with one thread.
 
     Yields:
         The files that changed, at every checkpoint and every start or end of a stage; finally how the run ended.
@@ -48,7 +48,7 @@ def make_run(work: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[di
                     yield {"checkpoint": True, "files": changes.take()}
             answer: dict[str, Any] = {"finished": True}
         except Exception as error:
-            answer = told(error)
+            answer = encoded_error(error)
             if "message" in answer:
                 answer["message"] = answer["message"].replace(os.fspath(folder), work["folder"])
         yield {**answer, "files": changes.take()}
@@ -133,7 +133,7 @@ def write_files(folder: Path, files: Mapping[str, bytes | None]) -> None:
     """Writes files and removes those that are None."""
     for name, data in files.items():
         if not _belongs(name):
-            raise RatpError(f"a worker sent a file called {name!r}, which does not belong into a run directory.")
+            raise RatpError(f"a worker sent a file called {name!r}, which does not belong in a run directory.")
         if data is None:
             with writing(folder / name):
                 (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The worker's side: makes runs for a parent process, on one device.
+"""The worker's side: executes runs for a parent process, on one device.
 
 When the socket to the parent closes, whether or not the parent is still alive, all runs stop at their next step and
 the process ends.
@@ -22,7 +22,7 @@ import torch
 
 from ratp.errors import RatpError, print_plainly
 from ratp.executors.lanes import stream_lanes
-from ratp.executors.protocol import encoded, memory_error, same_run, told
+from ratp.executors.protocol import encoded, encoded_error, memory_error, same_run
 from ratp.runs.events import Event, Trained
 from ratp.runs.run import Run
 from ratp.training.cuda_graphs import RECORDING
@@ -34,7 +34,7 @@ _lost = threading.Event()
 
 
 def serve(channel: int, device: str, slots: int) -> None:
-    """Makes runs as requested over a socket, until its other end is closed."""
+    """Executes runs as requested over a socket, until its other end is closed."""
     print_plainly()
     place = torch.device(device)
     if device == "cpu":
@@ -67,7 +67,7 @@ def answer(
 
     def make(number: int, work: Mapping[str, Any]) -> None:
         pace = _Pace()
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the parent no longer listens
             try:
                 with closing(events_of(work)) as events:
                     for event in events:
@@ -79,7 +79,7 @@ def answer(
             except (BrokenPipeError, ConnectionResetError):
                 raise
             except Exception as error:
-                send(number, told(error))
+                send(number, encoded_error(error))
 
     with connection, ThreadPoolExecutor(slots) as pool:
         with suppress(OSError, ValueError), connection.makefile("rb") as requests:  # a dying parent may cut a line
@@ -113,11 +113,11 @@ def _events(
 
 
 def _computes(device: torch.device) -> bool:
-    """Whether the device still works: after some errors a GPU does nothing more for the process that met them."""
+    """Whether the device still works: after some errors a GPU no longer works for the process that caused them."""
     try:
         with RECORDING:
             return bool(torch.ones(1, device=device).item())
-    except torch.OutOfMemoryError:  # other runs may have taken it
+    except torch.OutOfMemoryError:  # other runs may use all of it
         return True
     except Exception:
         return False

@@ -1,4 +1,4 @@
 """Judges a finished stage without labels: keep the new model, or go back to the one before.
 
-Imports `training` and what lies below it.
+Imports `training` and the layers below it.
 """

@@ -4,8 +4,8 @@ Before and after the stage, :class:`Watch` asks the model about the same images:
 and the exemplars in its memory. The answers give *indicators*; comparing them with *limits* gives a *verdict*. Where
 the guard acts, a refused stage is undone, and the run continues with the model from before it.
 
-It works with every method: it calls ``predict`` and ``embed`` and reads the exemplars in ``state``. Its images are
-chosen by generators of its own, so that watching changes no result. ``docs/guard.md`` has the measurements behind the
+It works with every method: it calls ``predict`` and ``embed`` and reads the exemplars in ``state``. Its own
+generators choose the images, so that watching changes no result. ``docs/guard.md`` has the measurements behind the
 limits.
 """
 
@@ -182,7 +182,7 @@ class Verdict:
 
 
 class Watch:
-    """Watches one stage: created before it, with the model it starts from, and asked for a verdict after it.
+    """Watches one stage: created before it, with the model it starts from; gives a verdict after it.
 
     Args:
         method: The method before the stage.

@@ -1,7 +1,7 @@
 """The registry of methods: the built-in ones by name, and any Python file that defines one.
 
 Listing the methods imports none of them, and so no torch: a class is loaded on first use, and :func:`describe` reads
-what it says of itself from its source.
+its attributes from its source.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HOMES = {
 
 
 class _Registry(Mapping[str, "type[Method]"]):
-    """The built-in methods by name; a class is imported when it is asked for."""
+    """The built-in methods by name; a class is imported on first use."""
 
     def __getitem__(self, name: str) -> type[Method]:
         module, class_name = _HOMES[name]
@@ -64,7 +64,7 @@ METHODS: Mapping[str, type[Method]] = _Registry()
 
 
 class Description(NamedTuple):
-    """What the class of a method says of itself; see :class:`ratp.training.method.Method`."""
+    """The descriptive attributes of a method's class; see :class:`ratp.training.method.Method`."""
 
     name: str
     title: str

@@ -4,7 +4,7 @@ The source model with BatchNorm statistics of the target and no gradient step: w
 rate zero. A method that normalises by the batch must beat this, not source-only training.
 
 * ``eval_bn`` batch (default): nothing is learned on a target. After the first target, every evaluation normalises by
-  the images at hand, as those methods do.
+  the batch, as those methods do.
 * ``eval_bn`` running: the pass over a target replaces the running statistics by the mean over its batches, as in the
   paper, and evaluations use them; earlier domains are then evaluated with the last target's statistics.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.functional.norm import batch_norms
 from ratp.functional.optim import SGDConfig
-from ratp.methods.shared.online import BatchStatistics, logits_by_batch
+from ratp.methods.shared.online import BatchStatistics, logits_by_batch, tracking
 from ratp.training.method import Setting, Statistics
 
 
@@ -30,7 +30,7 @@ class AdaBNConfig:
     """Switches of AdaBN."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser on the source")
-    eval_bn: Statistics = switch("batch", "statistics after adaptation: of the images at hand, or of the last target")
+    eval_bn: Statistics = switch("batch", "BatchNorm statistics after adaptation: of the batch, or of the last target")
 
 
 class AdaBN(BatchStatistics):
@@ -58,15 +58,14 @@ class AdaBN(BatchStatistics):
         if self.config.eval_bn == "batch":
             return logits_by_batch(self.network, inputs)
         # The i-th batch of a stage enters the running mean with weight 1/i.
-        layers = list(batch_norms(self.network).values())
+        layers = batch_norms(self.network).values()
         usual = [layer.momentum for layer in layers]
         self._batches += 1
         for layer in layers:
-            layer.train()
             layer.momentum = 1 / self._batches
         try:
-            return self.network(inputs).logits
+            with tracking(self.network):
+                return self.network(inputs).logits
         finally:
             for layer, momentum in zip(layers, usual, strict=True):
-                layer.eval()
                 layer.momentum = momentum

@@ -2,26 +2,26 @@
 
 * Source stage: cross-entropy with smoothed labels; bottleneck and classifier learn ten times as fast as the feature
   extractor.
-* Target stage: a first look fills a bank with embeddings and predictions of the target, then one pass follows. A batch
+* Target stage: embeddings and predictions of the whole target fill a bank, then one training pass follows. A batch
   has a weak view and two strong ones. Its labels ŷ are the argmax of the mean prediction of the 10 images in the bank
   nearest to the weak view; the logarithm of this mean is the method's prediction. One step lowers CE(strong, ŷ) +
-  InfoNCE − H(p̄), with p̄ the mean prediction of the strong view. InfoNCE contrasts both strong views of an image, the
-  second embedded by a momentum network, with a queue of earlier ones that have another label. The queue takes the new
-  keys; in the bank, the weak views embedded by the momentum network replace the oldest rows.
+  InfoNCE − H(p̄), where p̄ is the mean prediction of the strong view. InfoNCE contrasts both strong views of an image,
+  the second embedded by a momentum network, with a queue of earlier ones that have another label. The new keys enter
+  the queue; in the bank, the weak views embedded by the momentum network replace the oldest rows.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
 BatchNorm's running statistics follow the views of the target. The momentum network and exemplars are normalised by the
 batch, and so is the network in evaluation (``eval_bn``). Momentum network and queue persist across targets (``reset``:
-start again on each). Images observed by hand belong to no domain to look at: the bank then starts empty, the first
-1,024 images are labelled as predicted, and the rate is constant.
+start over on each). If a program calls ``observe`` itself, there is no domain to fill the bank from: it starts empty,
+the first 1,024 images are labelled as predicted, and the rate is constant.
 
 Deviations from the published code:
 
-* One epoch (15 there), in batches of the recipe's size (128 in the paper). Dropout is off.
-* Evaluation uses the statistics of the batch; there running ones, which follow the last target and would give results
-  far from the paper's comparison.
-* Keys and labels of the queue are both read before it takes new ones; there labels are read after. The labels made by
-  the first look, which no loss uses, are not computed.
+* One epoch instead of 15, in batches of the recipe's size (128 in the paper). Dropout is off.
+* Evaluation uses the statistics of the batch. The published code uses running ones, which follow the last target and
+  would give results far from the paper's comparison.
+* Keys and labels of the queue are both read before new ones enter; the published code reads labels afterwards. It also
+  labels images while it fills the bank; no loss uses these labels, so they are not computed here.
 * Bottleneck and classifier are those of the comparison, without weight normalisation, and so is the memory
   (``replay``). The rate on the source is the recipe's, a tenth of it for the feature extractor.
 * The crop of an image enlarged to 256 pixels is a crop of the same part of the image itself.
@@ -31,8 +31,7 @@ Deviations from the published code:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -45,12 +44,12 @@ from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import ConfigError
 from ratp.functional.losses import mean_prediction_entropy
-from ratp.functional.norm import batch_norms, by_batch
+from ratp.functional.norm import by_batch
 from ratp.functional.numerics import full_precision
 from ratp.functional.optim import CosineSGD, SGDConfig, follow_
 from ratp.functional.transforms import OBJECTS
 from ratp.functional.views import View, ViewConfig
-from ratp.methods.shared.online import BatchStatistics
+from ratp.methods.shared.online import BatchStatistics, tracking
 from ratp.methods.shared.source_free import all_groups
 from ratp.networks.network import Network, Output
 from ratp.training.method import Setting, Statistics, pack, unpack
@@ -113,7 +112,7 @@ class Ring(Stateful):
         self.filled = min(self.filled + count, capacity)
 
 
-# Without a first look, neighbours label images only after this many.
+# Without ``first_look``, neighbours label images only after this many.
 UNASKED = 1024
 SMALLEST_PROBABILITY = torch.finfo(torch.float32).tiny
 
@@ -152,8 +151,8 @@ class AdaContrastConfig:
     strong: ViewConfig = switch(STRONG, "views that the losses see")
     first_look: bool = switch(True, "fill the bank from the target before the pass; off: during it")
     reset: bool = switch(False, "start every target with a new momentum network and queue")
-    replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
-    eval_bn: Statistics = switch("batch", "BatchNorm when measured after adaptation: of the images at hand, or running")
+    replay: Literal["separate", "none"] = switch("separate", "a memory batch with each batch, or no replay")
+    eval_bn: Statistics = switch("batch", "BatchNorm statistics in evaluations after adaptation: batch or running")
 
 
 class AdaContrast(BatchStatistics):
@@ -163,7 +162,7 @@ class AdaContrast(BatchStatistics):
     title = "AdaContrast: contrastive test-time adaptation"
     family = "test-time adaptation"
     paper = "Chen et al., Contrastive Test-Time Adaptation, CVPR 2022"
-    needs = "exemplars for replay, two networks, one look and one pass over a target"
+    needs = "exemplars for replay, two networks, two passes over a target"
     config_type = AdaContrastConfig
     saved = "bank _optimiser _changes _steps _made _shown _looked"
     large: ClassVar[Mapping[str, Any]] = {
@@ -186,7 +185,7 @@ class AdaContrast(BatchStatistics):
     def __init__(self, setting: Setting, config: AdaContrastConfig) -> None:
         height, width = setting.image_size
         if height != width:
-            raise ConfigError(f"adacon makes square views; images of {height}×{width} must be made square first.")
+            raise ConfigError(f"adacon needs square images, got {height}×{width}: crop or resize them.")
         self._weak, self._strong = View(config.weak, height), View(config.strong, height)
         super().__init__(setting, config)
         self.slow: Network | None = None  # the momentum network; None before the first target
@@ -195,16 +194,12 @@ class AdaContrast(BatchStatistics):
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase of cross-entropy with smoothed labels."""
-        setting, config, network, finish = self.setting, self.config, self.network, self.finish_source
-        groups = all_groups(network, config.backbone_rate)
-        return [
-            SupervisedPhase(
-                setting, network, domain, config.sgd, smoothing=config.smoothing, groups=groups, finish=finish
-            )
-        ]
+        config, network = self.config, self.network
+        how: dict[str, Any] = {"smoothing": config.smoothing, "groups": all_groups(network, config.backbone_rate)}
+        return [SupervisedPhase(self.setting, network, domain, config.sgd, finish=self.finish_source, **how)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """Returns one phase: a look at the whole target, then one pass in random order."""
+        """Returns one phase, which fills the bank from the whole target and then passes over it in random order."""
         self._begin()
         return [_LookAndPass(self, domain)]
 
@@ -227,9 +222,8 @@ class AdaContrast(BatchStatistics):
             self._steps = steps
         if self.config.first_look:
             order = torch.randperm(len(images), generator=self.setting.randomness.generator("bank", self.stage))
-            embedding, probabilities = embed_all(
-                self.network, self.setting, images[order[: self.config.bank].to(images.device)]
-            )
+            chosen = order[: self.config.bank].to(images.device)
+            embedding, probabilities = embed_all(self.network, self.setting, images[chosen])
             self.bank = Ring(F.normalize(embedding, dim=1), probabilities)
             self._looked = True
 
@@ -240,12 +234,12 @@ class AdaContrast(BatchStatistics):
         weak, query, key = (
             self.scaling.unit(view(images, self._changes)) for view in (self._weak, self._strong, self._strong)
         )
-        with torch.no_grad(), _tracking(self.network):
+        with torch.no_grad(), tracking(self.network):
             refined = self._refine(self.network(weak))
         labels = refined.argmax(dim=1)
         follow_(self.slow.parameters(), self.network.parameters(), config.momentum)
         keys = F.normalize(self._seen_slowly(key).embedding, dim=1)
-        with _tracking(self.network):
+        with tracking(self.network):
             output = self.network(query)
         queries, (others, other_labels) = F.normalize(output.embedding, dim=1), self.queue.rows
         contrast = contrast_logits(queries, keys, labels, others, other_labels, config.temperature)
@@ -312,26 +306,13 @@ class AdaContrast(BatchStatistics):
 
 
 class _LookAndPass(SinglePass):
-    """One pass, after a look at the whole domain."""
+    """One pass over a domain, after the method has seen all of it."""
 
     def __init__(self, method: AdaContrast, domain: UnlabelledDomain) -> None:
         super().__init__(method, method.setting, domain, method.stage, method.finish_target)
         self._look = method.look_at
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Looks at the domain."""
+        """Shows the whole domain to the method."""
         self._look(self._images, self.steps)
         return super().begin_epoch(epoch)
-
-
-@contextmanager
-def _tracking(network: Network) -> Iterator[None]:
-    """Has BatchNorm normalise by the batch and update its running statistics within the block; dropout stays off."""
-    layers = batch_norms(network).values()
-    for layer in layers:
-        layer.train()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.eval()

@@ -1,7 +1,7 @@
 """AuCID — LDAuCID, "Lifelong Domain Adaptation via Consolidated Internal Distribution", NeurIPS 2021.
 
-A Gaussian mixture of embeddings, one component per class, stores what the classifier has learned; targets are pulled
-towards it.
+A Gaussian mixture of embeddings, one component per class, stores what the classifier has learned; training pulls
+targets towards it.
 
 * Source stage: cross-entropy. Then the mixture is fitted to the embeddings of correctly classified images, and each
   class's images of largest posterior enter the memory.
@@ -27,10 +27,10 @@ Deviations from the published code:
 * Embeddings are the network's z, not a layer of K units. A class may have fewer images than z has dimensions, so
   covariances are shrunk (Ledoit and Wolf, 2004) and get a ridge.
 * Sets of different size are compared by quantiles, not by bins of sums. The distances share one draw of directions.
-* λ is 0.1: there 0.01 times a factor of 10 inside the distance. All components give equally many points.
+* λ is 0.1; the original has 0.01 and a factor of 10 inside the distance. All components give equally many points.
 * The source is learned by the recipe's SGD, targets by Adam at the published rate, in batches of the recipe's size.
-* The memory is that of the comparison, of fixed size. Exemplars form their own batch and move BatchNorm's running
-  statistics as the target does: without that it forgets more on PACS (``docs/benchmarks.md``).
+* The memory is that of the comparison, of fixed size. Exemplars form their own batch and update BatchNorm's running
+  statistics like the target: otherwise the method forgets more on PACS (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class AuCIDConfig:
     samples: int = switch(20, "points sampled from the mixture per image of a batch", minimum=1)
     confidence: float = switch(0.9, "τ, confidence above which a prediction counts as a label", minimum=0, maximum=1)
     ridge: float = switch(1e-3, "added to the diagonal of every covariance", above=0)
-    replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
+    replay: Literal["separate", "none"] = switch("separate", "a memory batch with each batch, or no replay")
 
 
 def best_of_classes(values: Tensor, labels: Tensor, count: int) -> Tensor:
@@ -237,7 +237,7 @@ class AuCID(NetworkMethod):
         return [SupervisedPhase(self.setting, self.network, domain, self.config.sgd, finish=self._finish_source)]
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """Returns one phase with exemplars and sampled points beside every batch."""
+        """Returns one phase with exemplars and sampled points with every batch."""
         return [AuCIDPhase(self, domain.images)]
 
     def _finish_source(self, domain: LabelledDomain) -> dict[str, float]:

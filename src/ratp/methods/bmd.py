@@ -7,15 +7,15 @@ SHOT with other labels: every class has equally many seeds and several centres, 
 * Target stage: at the start of every epoch each image gets a static label, and each class four centres
   (:func:`ratp.functional.pseudo_labels.bmd_labels`). The loss is H̄ − H(p̄) in the first epoch, then
   H̄ + 2·CE(static label) + ½·[CE(dynamic label, p) + CE(p, dynamic label)]. The dynamic label of an image is soft and
-  comes from the current centres; after each step these move a ten-thousandth of the way towards the batch. Trained are
-  the bottleneck and the scale and shift of the feature extractor's BatchNorm.
+  comes from the current centres; after each step these move a ten-thousandth of the way towards the batch. The
+  bottleneck and the scale and shift of the feature extractor's BatchNorm learn.
 * After a stage: exemplars enter the memory with their last static labels.
 
 Deviations from the original:
 
 * Network, epochs, batches and memory are as for SHOT (``methods/shot.py``). Large networks have SHOT's own optimiser
   and rates: 0.01, and a tenth of it for the feature extractor. Nothing is published for small ones; they have RaTP's.
-* Log-softmax replaces the logarithm of a softmax, which is NaN for a certain model.
+* Log-softmax replaces the logarithm of a softmax, which is NaN if the model is certain.
 * Parameters are selected by layer type. The original selects names that contain "bn", which misses DTN and shortcuts.
 * K-means starts from the most certain seed and then the seeds farthest from those chosen, not at random. With fewer
   than four seeds, some are used twice.

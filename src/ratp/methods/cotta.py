@@ -15,15 +15,15 @@ batch, which is read back from the device once per batch.
 
 A view changes, in this order: brightness, contrast, saturation, hue and gamma, in random order; rotation, shift and
 scale about the centre; a slight blur; mirroring; noise. Values are clipped to [0, 1]. The published code pads images by
-half their side, transforms all of it and cuts out the centre; here only the pixels of that centre are computed, and
-rays that leave the image end at its edge, which is what the padding shows.
+half their side, transforms all of it and cuts out the centre. Here only the pixels of that centre are computed, and
+positions outside the image take the colour of its edge, as in the padding.
 
 Deviations from the published code: dropout is off (its training mode turns it on in all networks); the classifier's
-weights are restored too (it selects layers' parameters named weight and bias); views are drawn per image (there per
-batch); images are mapped to [0, 1] for them; digits are not mirrored (``flip``); a batch of one image has no
-statistics, so it is predicted by running ones and not learned from. The published threshold for ResNet-50, 0.1, is for
+weights are restored too (it selects layers' parameters named weight and bias); views are drawn per image (it draws them
+per batch) and from images in [0, 1]; digits are not mirrored (``flip``); a batch of one image has no statistics, so it
+is predicted with running ones and not learned from. The published threshold for ResNet-50, 0.1, is for
 a thousand classes: with ten, the highest probability is never below it, so there would be no views; large networks keep
-the 0.92 of CIFAR-10. The memory (``replay``) comes from the comparison. Batches have the recipe's size (200 and 64 in
+the 0.92 of CIFAR-10. The comparison adds the memory (``replay``). Batches have the recipe's size (200 and 64 in
 the paper).
 """
 
@@ -130,7 +130,7 @@ class CoTTAView:
 
     @torch.no_grad()
     def apply(self, images: Tensor, draw: CoTTADraw) -> Tensor:
-        """Returns views of images, made with the given random numbers."""
+        """Returns views of images for the given random numbers."""
         views = recolour(images.clamp(0, 1), draw.order, draw.factors)
         views = blur_inside(warp(views, draw, BLUR_RADIUS), draw.widths, BLUR_RADIUS)
         views = torch.where(draw.flip[:, None, None, None], views.flip(3), views)

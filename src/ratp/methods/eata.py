@@ -1,18 +1,17 @@
 """EATA — "Efficient Test-Time Model Adaptation without Forgetting", ICML 2022.
 
-* Source stage: cross-entropy. Then the Fisher information F of BatchNorm's γ and β is estimated from the network's own
-  labels of some source images, and their values θ⁰ become the anchors.
+* Source stage: cross-entropy. Then the Fisher information F of BatchNorm's γ and β is estimated on source images with
+  the network's own labels, and the values of γ and β become the anchors θ⁰.
 * Target stage: one pass as in Tent, but a step learns from selected images only: those whose entropy H is below
-  E₀ = margin · ln K and whose prediction differs from the mean of earlier ones. They weigh exp(E₀ − H). Distance from
-  the anchors costs α · Σ F (θ − θ⁰)². Without a selected image there is no step.
+  E₀ = margin · ln K and whose prediction differs from the mean of earlier ones. Each weighs exp(E₀ − H). The loss adds
+  α · Σ F (θ − θ⁰)², the distance from the anchors. If no image is selected, there is no step.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
-Deviations from the published code: all BatchNorm layers take part, selected by type; dropout is off; no mean is taken
-over zero images; a batch of one image is predicted by running statistics and not learned from. The Fisher information
-comes from training images of the source, the only ones available, in batches of 64 whatever the recipe says: as
-published, it squares the gradient of a batch's mean loss, so its scale depends on the batch size. The published ε of
-0.05 is for a thousand classes and would reject nearly all images of ten; the default is that of CIFAR-10. The memory
-(``replay``) comes from the comparison. The mean prediction persists across targets, as the weights do.
+Deviations from the published code: all BatchNorm layers take part, selected by type; dropout is off; a batch of one
+image is predicted with running statistics and not learned from. The Fisher information comes from training images, in
+batches of 64: as published, it squares the gradient of a batch's mean loss, so its scale depends on the batch size. The
+published ε of 0.05 is for a thousand classes and would reject nearly all images of ten; the default is that of
+CIFAR-10. The comparison adds the memory (``replay``). The mean prediction persists across targets, like the weights.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from ratp.training.method import Setting, pack, unpack
 
 FISHER_BATCH = 64
 MEMORY_OF_MEAN = 0.9
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,13 @@ def select(logits: Tensor, mean: Tensor | None, threshold: float, similarity: fl
 
     Entropies must be below ``threshold``, E₀, and |cos| with the mean prediction (classes,) below ``similarity``, ε.
     """
-    probabilities = logits.detach().softmax(dim=1)
-    kept = logit_entropy(logits.detach()) < threshold
+    logits = logits.detach()
+    probabilities, kept = logits.softmax(dim=1), logit_entropy(logits) < threshold
     if mean is not None:
         kept = kept & (F.cosine_similarity(mean[None], probabilities, dim=1).abs() < similarity)
     if not bool(kept.any()):
         return kept, mean
     new = probabilities[kept].mean(dim=0)
-    # m ← 0.9 m + 0.1 p̄
     return kept, new if mean is None else MEMORY_OF_MEAN * mean + (1 - MEMORY_OF_MEAN) * new
 
 
@@ -70,12 +69,9 @@ def weighted_entropy(logits: Tensor, threshold: float, *, weighted: bool = True)
     return ((threshold - entropy.detach()).exp() * entropy if weighted else entropy).mean()
 
 
-def distance(
-    parameters: Mapping[str, Tensor], anchors: Mapping[str, Tensor], fisher: Mapping[str, Tensor], weight: float
-) -> Tensor:
+def distance(parameters: Tensors, anchors: Tensors, fisher: Tensors, weight: float) -> Tensor:
     """Computes α · Σ F (θ − θ⁰)² over all parameters."""
-    terms = [(fisher[name] * (parameters[name] - anchors[name]).square()).sum() for name in fisher]
-    return weight * torch.stack(terms).sum()
+    return weight * torch.stack([(f * (parameters[n] - anchors[n]).square()).sum() for n, f in fisher.items()]).sum()
 
 
 class EATA(AffineMethod):
@@ -96,7 +92,6 @@ class EATA(AffineMethod):
         self.fisher: dict[str, Tensor] = {}  # F by parameter; empty before the source stage
         self.anchors: dict[str, Tensor] = {}  # θ⁰ by parameter
         self.mean: Tensor | None = None  # mean prediction of the images learned from; None: no image yet
-        self._shown = self._learnt = 0
 
     def begin_stage(self) -> None:
         """Creates optimiser and replay; resets the counts."""
@@ -107,12 +102,10 @@ class EATA(AffineMethod):
         """Returns logits of a batch by its own statistics, then takes one step on the selected images."""
         logits = logits_by_batch(self.network, inputs)
         kept, self.mean = select(logits, self.mean, self.threshold, self.config.similarity)
-        count = int(kept.sum())
-        if count:
+        if count := int(kept.sum()):
             loss = weighted_entropy(logits[kept], self.threshold, weighted=self.config.weighted)
-            if self.fisher and self.config.fisher_weight:
-                now = affine_parameters(self.network)
-                loss = loss + distance(now, self.anchors, self.fisher, self.config.fisher_weight)
+            if self.fisher and (weight := self.config.fisher_weight):
+                loss = loss + distance(affine_parameters(self.network), self.anchors, self.fisher, weight)
             self.minimise(loss)
         self._shown, self._learnt = self._shown + len(inputs), self._learnt + count
         return logits
@@ -138,9 +131,8 @@ class EATA(AffineMethod):
         for part in parts:
             logits = logits_by_batch(self.network, self.scaling(images[part]))
             loss = F.cross_entropy(logits, logits.argmax(dim=1))
-            for total, gradient in zip(
-                fisher.values(), torch.autograd.grad(loss, list(parameters.values())), strict=True
-            ):
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            for total, gradient in zip(fisher.values(), gradients, strict=True):
                 total += gradient.square() / len(parts)
         return fisher
 
@@ -153,6 +145,6 @@ class EATA(AffineMethod):
         """Restores what :meth:`state` returned."""
         super().load_state(state)
         parts, device = unpack(state), self.setting.device
-        self.fisher = {name: tensor.to(device) for name, tensor in parts.get("fisher", {}).items()}
-        self.anchors = {name: tensor.to(device) for name, tensor in parts.get("anchors", {}).items()}
+        kept = ({name: p.to(device) for name, p in parts.get(part, {}).items()} for part in ("fisher", "anchors"))
+        self.fisher, self.anchors = kept
         self.mean = parts["eata"]["mean"].to(device) if "eata" in parts else None

@@ -10,11 +10,11 @@ where sg stops the gradient. Half the batches are mixed, after some blocks of th
 own. Predictions are not affected.
 
 * Source stage: cross-entropy; styles come from other images of the batch.
-* Target stage: an equal number of exemplars passes beside the target images and lends them their styles, one to one.
+* Target stage: a batch has as many exemplars as target images, and each exemplar gives its style to one of them.
   Cross-entropy of the target images with SHOT's labels, updated every epoch, and of the unmixed exemplars with their
   stored ones. Without a memory, styles come from the batch.
 
-Deviations: the recipe's SGD and schedule instead of a cosine over 50 epochs; DTN, unknown to the paper, is mixed after
+Deviations: the recipe's SGD and schedule instead of a cosine over 50 epochs; DTN, which the paper lacks, is mixed after
 its first two blocks. Equal values, such as the zeros of a ReLU, keep their order when ranked; the published code leaves
 it undefined. On Digits it falls to chance, or close to it, on every target after its own stage, as in RaTP's table: its
 labels drift away from the classes (``docs/benchmarks.md``).
@@ -146,7 +146,7 @@ class EFDMPhase(PseudoLabelPhase):
         self.generators = (*self.generators, self._exemplars, mixing)
 
     def step(self) -> dict[str, Tensor]:
-        """Updates the network once on a batch, on a target with as many exemplars beside it."""
+        """Updates the network once on a batch; on a target, with as many exemplars."""
         batch = self.batches.draw(self.batch)
         self.network.train()
         if self._replays:

@@ -17,22 +17,22 @@ images by cosine (section 3.2):
   mask any other domain has on it.
 * After a stage: exemplars enter the memory with the model's predictions. All domains are predicted under the mask of
   the latest stage; :meth:`GSFDA.predict_for_domain` uses the mask of a known stage instead, and the journal and reports
-  say what that would give.
+  show what that would give.
 * ``augment`` adds RandMix: copies of all source images, and of target images that the model is confident about. A copy
   learns from the neighbours of its image, or from the label of its exemplar; diversity is that of the images alone.
 
 Deviations from the published code:
 
-* The sharpness s goes from 1/s_max to s_max over an epoch; there it counts data sets instead of batches and overshoots.
-* An image is not its own neighbour. There the line that should ensure this changes a copy, and an image's own last
-  entry is mostly its first neighbour.
+* The sharpness s goes from 1/s_max to s_max over an epoch; the original counts data sets, not batches, and overshoots.
+* An image is not its own neighbour. In the original, the line that should ensure this changes a copy, so an image's
+  own last entry is mostly its first neighbour.
 * The bottleneck has two layers: the mask applies to the last one's output, and 1 − a to the last one's rows and the
   classifier's columns. It scales weight decay as well: a channel used elsewhere does not change.
-* BatchNorm layers are selected by type (by name there, which misses some). Masks do not learn on targets, where their
-  gradient is close to zero.
+* BatchNorm layers are selected by type (the original selects by name and misses some). Masks do not learn on
+  targets, where their gradient is close to zero.
 * Agreement is computed from logarithms, which are finite for any prediction.
-* Epochs, steps and batches come from the recipe. Digits, unknown to the paper, have RaTP's optimiser for all
-  parameters.
+* Epochs, steps and batches come from the recipe. On digits, which the paper does not use, all parameters
+  have RaTP's optimiser.
 * The exemplar memory is added: exemplars have cross-entropy with their stored labels instead of neighbours, under the
   current mask, and are not in the bank. Domains beyond the last slot share it.
 """
@@ -209,7 +209,7 @@ class GSFDAConfig(CopiesConfig, SourceFreeConfig):
 
 
 class GSFDA(CopyingMethod):
-    """Gives every domain channels of its own, and lets neighbours agree."""
+    """Gives every domain its own channels, and lets neighbours agree."""
 
     name = "gsfda"
     title = "GSFDA: domain attention and local structure clustering"

@@ -22,11 +22,11 @@ where 4w, a constant, is the mean squared distance between two different ones of
 
 Deviations from the published code:
 
-* μ is the bottleneck's output and log σ² = ReLU(linear), a head beside its last layer. The original has both on the
-  pooled features, μ through a leaky ReLU.
+* μ is the bottleneck's output and log σ² = ReLU(linear), a head parallel to its last layer. The original has both on
+  the pooled features, μ through a leaky ReLU.
 * The style module is sized to the images; the published sizes are for 224 pixels. DTN has the recipe's rate.
-* A class with fewer than two images in a batch is left out of the MMD. In the original it makes the MMD NaN, and the
-  style module from then on.
+* A class with fewer than two images in a batch is left out of the MMD. In the original such a class makes the MMD NaN,
+  and the style module from then on.
 * The sum of the mixing weights is kept away from zero.
 """
 

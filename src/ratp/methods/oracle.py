@@ -1,6 +1,6 @@
 """Oracle: trains on every domain, source and targets, by cross-entropy with its true labels, replaying exemplars.
 
-It uses labels that no method may have, and every result of it says so. It shows what better labels alone could achieve:
+It uses labels that no method may have, so all its results are marked. It shows what better labels alone could achieve:
 nearly everything right after a domain's own stage, but not everything on domains still to come, where RaTP is ahead
 without any target labels (``docs/benchmarks.md``).
 """

@@ -5,7 +5,7 @@ classifier's rows. Both are projected first, samples by a linear layer, proxies 
 
 * Source stage: cross-entropy + proxy contrastive loss.
 * Target stage: the same with SHOT's pseudo-labels, updated every epoch. Batches mix target and memory, whose domains
-  stand for the several sources. All parameters learn.
+  take the place of the several sources. All parameters learn.
 * ``augment`` adds RandMix, as RaTP's ablation on digits does (``r_con`` has its value there): copies of all source
   images, and of target images that the model is confident about.
 
@@ -41,7 +41,7 @@ class PCLConfig(CopiesConfig):
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     weight: float = switch(1.0, "weight of the proxy contrastive loss", minimum=0)
     scale: float = switch(12.0, "factor on its cosines", above=0)
-    projection: bool = switch(True, "samples and proxies are projected for the loss (published code)")
+    projection: bool = switch(True, "project samples and proxies for the loss (published code)")
     refresh: int = switch(1, "epochs between labellings of a target", minimum=1)
     replay: Literal["union", "none"] = switch("union", "batches from target and memory together, or no replay")
 
@@ -50,14 +50,14 @@ class Projections(nn.Module):
     """Projects embeddings and the rows of the classifier for the loss."""
 
     def __init__(self, dim: int) -> None:
-        """Makes both with random numbers, drawn from torch's generator."""
+        """Initialises both at random, from torch's generator."""
         super().__init__()
         bound = 1 / math.sqrt(dim)
         self.samples = nn.Linear(dim, dim)  # P, by default uniform in ±1/√d
         self.proxies = nn.Parameter(torch.empty(dim, dim).uniform_(-bound, bound))  # V
 
     def forward(self, embedding: Tensor, prototypes: Tensor) -> tuple[Tensor, Tensor]:
-        """P(z) and W·Vᵀ."""
+        """Computes P(z) and W·Vᵀ."""
         return self.samples(embedding), prototypes @ self.proxies.T
 
 
@@ -85,12 +85,12 @@ class PCL(CopyingMethod, PseudoLabelMethod):
         return [PCLPhase(self, images, labels)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that trains."""
+        """Returns all parameters to train."""
         modules = [self.network] if self.projections is None else [self.network, self.projections]
         return [parameter for module in modules for parameter in module.parameters()]
 
     def loss(self, embedding: Tensor, labels: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The proxy contrastive loss of a batch, over the rows that count."""
+        """Computes the proxy contrastive loss of a batch, over the rows that count."""
         proxies = self.network.prototypes
         if self.projections is not None:
             embedding, proxies = self.projections(embedding, proxies)

@@ -1,6 +1,6 @@
 """PDEN — "Progressive Domain Expansion Network for Single Domain Generalization", CVPR 2021.
 
-Generators make further domains out of one, one after another. While a new generator G learns, every step has for its
+Generators create further domains from one, one after another. While a new generator G learns, every step has for its
 images x: x⁺ = G(x), x₂ from a random earlier generator, and x₃ between x and x₂, at a random position per image.
 
 * Network: CE(x) + CE(x₂) + CE(x₃) + w·[CE(x⁺) + contrast between the views of each image].
@@ -108,7 +108,7 @@ def widened(layer: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 class GeneratorPool:
-    """Copies of trained generators; the one that makes images is chosen by an index on the device."""
+    """Copies of trained generators; an index on the device chooses the one to apply."""
 
     def __init__(self, generators: Sequence[ImageGenerator]) -> None:
         if not generators:
@@ -283,7 +283,7 @@ class PDENStage(PseudoLabelPhase):
         self._pool = GeneratorPool(finished) if finished else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, and the pool from the method's generators, which are restored by then."""
+        """Restores a state, and the pool from the method's generators, which have been restored before."""
         super().load_state_dict(state)
         self._pool_finished()
 

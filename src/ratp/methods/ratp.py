@@ -81,7 +81,7 @@ class ExemplarConfig:
     features: Literal["backbone", "embedding"] = switch("backbone", "features that decide: F(x) or z", doc_ref=27)
     labels: Literal["last", "final"] = switch("last", "labels stored: last refresh's, or the final model's", doc_ref=28)
     replay: Literal["union", "separate", "none"] = switch(
-        "union", "batches from target and memory together, a memory batch beside each, or no replay", doc_ref=29
+        "union", "batches from target and memory together, a memory batch with each, or no replay", doc_ref=29
     )
 
 

@@ -1,4 +1,4 @@
-"""What is tried with a custom method that built-in ones are tested for: before training, and after every stage."""
+"""Checks that a custom method fulfils its contract: before training, and after every stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ratp.training.device_cache import with_images_on
 from ratp.training.method import Method, check_scores
 from ratp.training.phase import ContractError, NotYetError, Phase, Progress, Tick, called, load_stage, save_stage, train
 
-# Images it is tried with, at most; epochs, and steps per epoch, of a phase.
+# Most images to try a method with; most epochs, and steps per epoch, of a phase.
 _IMAGES, _EPOCHS, _STEPS = 32, 2, 2
 # How far scores that were computed in the same way may differ, as a share of the largest.
 _ROUNDING: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-1}
@@ -55,18 +55,18 @@ class ChanceWarning(Note):
     """A method predicts at random, so its predictions cannot be compared."""
 
 
-def rehearse(build: Callable[[], Method], source: LabelledDomain, device: torch.device, *, told: bool) -> None:
+def rehearse(build: Callable[[], Method], source: LabelledDomain, device: torch.device, *, uses_labels: bool) -> None:
     """Tries a method on a few images before training, so that mistakes are reported at once.
 
-    It must give what every method gives, and what its phases save within a stage must be complete: both stages are
-    trained for a few steps, and one that is built again and loads that state must equal the one that saved it.
-    Whatever fails because the method has learnt nothing yet is left to the run.
+    The method must fulfil the contract of every method, and its phases must save their complete state: a source and a
+    target stage train for a few steps, and a new method that loads the saved state must equal the one that saved it.
+    Errors that arise only because the method has learnt nothing yet are ignored here.
 
     Args:
         build: Builds the method.
         source: Some of its images are used, as a target too.
         device: What it computes on.
-        told: Whether it gets the labels of targets.
+        uses_labels: Whether the method gets the labels of targets.
     """
     some = torch.arange(min(len(source), _IMAGES))
     domain = with_images_on(replace(source.subset(some), name="rehearsal"), device)
@@ -77,7 +77,7 @@ def rehearse(build: Callable[[], Method], source: LabelledDomain, device: torch.
 
     def target_phases(method: Method) -> Sequence[Phase]:
         give_generators(method, Randomness(0), device, 1)
-        return method.labelled_target_phases(domain) if told else method.target_phases(domain.unlabelled())
+        return method.labelled_target_phases(domain) if uses_labels else method.target_phases(domain.unlabelled())
 
     with _chance_put_back(device):
         method = build()
@@ -99,7 +99,7 @@ def rehearse(build: Callable[[], Method], source: LabelledDomain, device: torch.
 def give_generators(method: Method, randomness: Randomness, device: torch.device, stage: int) -> None:
     """Lets dropout of the method's networks draw from generators of a stage, unless the method binds others.
 
-    Without, it would draw from torch's global generator, and no run could be repeated.
+    Otherwise dropout would draw from torch's global generator, and no run could be repeated.
     """
     for name, value in vars(method).items():
         if isinstance(value, Network):
@@ -129,7 +129,7 @@ def check_kept(
             another.load_state(kept)
             asked = "predict"
             first, second = _scores(another, source), _scores(another, source)
-        except torch.OutOfMemoryError:  # there is room for one, and a run needs no more
+        except torch.OutOfMemoryError:  # memory suffices for one method, and a run needs no more
             return
         except Exception as error:
             raise _not_kept(method, f"{asked} fails with {type(error).__name__}: {brief(error)}") from error
@@ -202,7 +202,7 @@ def _check_saved(
 def unsaved(before: Values, trained: Values, restored: Values) -> dict[tuple[str, str], None]:
     """Returns what training has changed and loading has not restored: class and attribute, in order.
 
-    What an object without ``state_dict`` holds only once it was used is taken for a cache.
+    Attributes that an object without ``state_dict`` gets only when it is used count as caches.
     """
     return {
         leaf.owner: None
@@ -236,7 +236,7 @@ def values_of(method: Method, phases: Sequence[Phase]) -> Values:
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
-    """The parts of a value with their names; of objects of libraries there are none."""
+    """Returns the parts of a value by name; objects of libraries have none."""
     if isinstance(value, torch.optim.Optimizer):
         value = value.state_dict()
     if isinstance(value, list | tuple):

@@ -14,8 +14,8 @@ Deviations from the original, besides those of SHOT (``methods/shot.py``):
 * The stage has the recipe's epochs (15 in the original).
 * The upright embedding is that of SHOT's loss, not of a separate pass, so rotated images make up half of BatchNorm's
   running statistics (a third in the original).
-* R is measured after every epoch on all images, each rotated once. It has RaTP's optimiser too and learns slowly with
-  it: on PACS it recognises 31 % of the turns of A and 45 % of C when the second phase begins (chance: 25 %).
+* R is measured after every epoch on all images, each rotated once. It learns slowly with RaTP's optimiser: on PACS it
+  recognises 31 % of the turns of A and 45 % of C when the second phase begins (chance: 25 %).
 * With γ = 0 the task is left out, and the method equals SHOT bit for bit.
 """
 
@@ -45,5 +45,5 @@ class SHOTPlus(SourceFreeMethod):
     config: RotationConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
-        """Returns the training of the rotation head, then SHOT's with its task beside it."""
+        """Returns the training of the rotation head, then SHOT's phase with the rotation task."""
         return rotation_phases(self, domain.images.to(self.setting.device), self.config)

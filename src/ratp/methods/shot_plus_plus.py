@@ -18,7 +18,7 @@ Deviations from the original:
   equally certain, there is nothing to transfer and the steps of this phase do nothing.
 * Guesses are made in training mode. Where the recipe changes no images, as for digits, the two views differ by dropout
   only.
-* Exemplars of earlier domains count as labelled (``replay`` union) or form their own batch beside each.
+* Exemplars of earlier domains count as labelled (``replay`` union) or form their own batch with each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """SNR — "Style Normalization and Restitution for Domain Generalization and Adaptation", IEEE T. Multimedia 2021.
 
-Modules after blocks of the feature extractor remove the style from feature maps M and put back what of it helps to
-recognise classes (section III). Instance normalisation removes the style, and a gate a decides what returns:
+Modules after blocks of the feature extractor remove the style from feature maps M and put back the part of it that
+helps to recognise classes (section III). Instance normalisation removes the style, and a gate a decides what returns:
 
     I = InstanceNorm(M),  R = M − I,  a = σ(W₂ ReLU(W₁ GAP(R))),  M⁺ = I + a⊙R,  M⁻ = I + (1 − a)⊙R
 
-M⁺ goes on to the next block. The dual restitution loss, with H the mean entropy that a linear head predicts from the
+M⁺ enters the next block. The dual restitution loss, with H the mean entropy that a linear head predicts from the
 pooled maps, makes predictions more certain with what returns and less certain with what does not:
 
     softplus(H(M⁺) − H(I)) + softplus(H(I) − H(M⁻))
@@ -19,7 +19,7 @@ As in RaTP's comparison, the network is trained the way SHOT (ICML 2020) trains 
 Deviations: the dual restitution loss is off, because RaTP's comparison mentions the modules and SHOT only
 (``dual_weight``; the original has 0.01). Optimiser and trained BatchNorm are those of SHOT here, not the original's
 rate of 0.001 and frozen statistics. The new modules start at random and learn as fast as the bottleneck, whatever the
-rate of the pretrained layers. DTN, unknown to the paper, has them after all its blocks. Labels come from SHOT's version
+rate of the pretrained layers. DTN, which the paper lacks, has them after all blocks. Labels come from SHOT's version
 for objects on digits too: the version for digits gives all images one class once a class is predicted for none.
 """
 

@@ -1,6 +1,6 @@
 """Source-only: trains on the source domain by cross-entropy and ignores targets (empirical risk minimisation).
 
-The floor that every method must beat, and a check that the training loop adds nothing of its own.
+The floor that every method must beat, and a check that the training loop itself changes nothing.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
 * Target stage: one pass without gradients. The embeddings of a batch join the supports, with the labels and entropies
   that W gives them; each class keeps the M supports of lowest entropy. A class's row of the classifier becomes the
   direction of the sum of its unit-length supports. A batch is predicted after it has joined, as published.
-* Supports start with the rows of W and persist across targets (``reset``: start again on each).
+* Supports start with the rows of W and persist across targets (``reset``: start over on each).
 
 The network's classifier holds the adjusted rows, so its weights alone predict; the state keeps W. BatchNorm uses
 running statistics. ``exemplars`` adds the memory to the supports, with stored labels and entropy 0: exemplars then come
 first, and M of them per class leave no room for others.
 
-Deviations from the published code: M = 0 keeps all supports (there "all" drops the worst of each class on every call);
-a row of W supports its own class whatever W predicts for it, so every class has a support. Batches have the recipe's
+Deviations from the published code: M = 0 keeps all supports (its "all" drops the worst of each class on every call); a
+row of W supports its own class whatever W predicts for it, so every class has a support. Batches have the recipe's
 size (32 in the paper). M is 20; the paper selects it by validation on the source.
 """
 
@@ -86,7 +86,7 @@ class T3A(OnlineNetwork):
     title = "T3A: test-time classifier adjustment"
     family = "test-time adaptation"
     paper = "Iwasawa and Matsuo, Test-Time Classifier Adjustment Module, NeurIPS 2021"
-    needs = "no gradient on targets, one pass over a target; exemplars if asked for"
+    needs = "no gradient on targets, one pass over a target; exemplars if requested"
     config_type = T3AConfig
 
     def __init__(self, setting: Setting, config: T3AConfig) -> None:

@@ -6,12 +6,12 @@
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
 Running statistics remain those of the source, so after adaptation the network is evaluated with the statistics of the
-images at hand (``eval_bn``): from the first target on.
+batch (``eval_bn``), from the first target on.
 
-Deviations from the published code: all BatchNorm layers take part, selected by type (there only two-dimensional ones,
-so the bottleneck's would go on tracking the targets); dropout is off (its training mode turns it on, predictions
-included); a batch of one image has no statistics, so it is predicted by running ones and not learned from. The memory
-(``replay``) comes from the comparison. Batches have the recipe's size (200 and 64 in the paper).
+Deviations from the published code: all BatchNorm layers take part, selected by type (it selects only
+two-dimensional ones, so the bottleneck's would keep tracking the targets); dropout is off (its training mode turns it
+on, even for predictions); a batch of one image has no statistics, so it is predicted with running ones and not learned
+from. The comparison adds the memory (``replay``). Batches have the recipe's size (200 and 64 in the paper).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables, plots and pages, made from run directories.
+"""Tables, plots and pages from run directories.
 
-Reads files only: imports `_core`, `evaluation.matrix`, `evaluation.statistics`, `runs.record` and `studies.record`.
+Reads files only: imports `_core`, `evaluation.matrix`, `runs.record` and `studies.record`.
 """

@@ -128,7 +128,7 @@ class Sweep:
 
 
 def several_orders(study: StudyRecord) -> list[Orders]:
-    """Every stream with results that the study asks for in at least two orders.
+    """Every stream with results that the study requests in at least two orders.
 
     Settings appear once, however many names the study has for them: nothing competes with itself.
     """

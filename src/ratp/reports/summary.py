@@ -1,7 +1,7 @@
-"""The numbers of a report: runs grouped over their seeds, means and spreads, and what to know before believing them.
+"""The numbers of a report: runs grouped over their seeds, means and spreads, and notes on their limits.
 
-Means are over complete runs only, each seed once. An unfinished run gets a line of its own (:meth:`Group.parts`), so
-it is neither lost nor averaged with complete ones.
+Means are over complete runs only, each seed once. An unfinished run gets its own line (:meth:`Group.parts`), so it is
+neither lost nor averaged with complete ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def differing(tables: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def as_text(value: object) -> str:
-    """Formats a setting; list items of several lines go on lines of their own."""
+    """Formats a setting; list items of several lines start a new line each."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -240,7 +240,7 @@ class Section:
         return self.order[:-1] if measure == "FA" else self.order
 
     def notes(self) -> list[str]:
-        """What a reader must know before believing a mean."""
+        """What a reader must know to interpret the means."""
         notes = self.label_notes
         waiting = [part for part in self.parts if not part.finished]
         if waiting:

@@ -295,8 +295,8 @@ class Printer:
         if isinstance(entry, str):
             return Text(self.show(f"{entry} "))
         possible = f"{_SINGLE}{_BEST}" if self._marks_single and joint is None else _BEST
-        stands = {_SINGLE: entry.summary is not None and entry.summary.is_single, _BEST: entry.place == 1}
-        marks = self.show("".join(mark for mark in possible if stands[mark])).ljust(len(self.show(possible)))
+        applies = {_SINGLE: entry.summary is not None and entry.summary.is_single, _BEST: entry.place == 1}
+        marks = self.show("".join(mark for mark in possible if applies[mark])).ljust(len(self.show(possible)))
         style = "dim" if entry.summary is None else "bold" if entry.place == 1 else ""
         return Text(f"{self.show(_joined(entry, joint))}{marks}", style=style)
 
@@ -330,14 +330,14 @@ class Printer:
             self.console.print()
 
     def mark_notes(self, spread: str, over: str) -> list[str]:
-        """Explains the marks printed so far: ``spread`` is said of ±, ``over`` is what deviations are over."""
+        """Explains the marks printed so far; ``spread`` explains ±, and deviations are over ``over``."""
         means = [f"Means only: no room for deviations over {over}."] if self._shortened else []
-        means += [f"With {_SINGLE}: from a single seed."] if self._stands(_SINGLE) else []
-        notes = [spread if self._stands("±") else "", " ".join(means)]
-        notes.append(f"{_BEST} marks the best of a column." if self._stands(_BEST) else "")
+        means += [f"With {_SINGLE}: from a single seed."] if self._has_printed(_SINGLE) else []
+        notes = [spread if self._has_printed("±") else "", " ".join(means)]
+        notes.append(f"{_BEST} marks the best of a column." if self._has_printed(_BEST) else "")
         return [note for note in notes if note]
 
-    def _stands(self, mark: str) -> bool:
+    def _has_printed(self, mark: str) -> bool:
         return any(self.show(mark) in words for words in self._printed)
 
     def say(self, words: str, style: str) -> None:

@@ -1,6 +1,6 @@
 """One run and its directory: request, plan, stages, journal, states, results.
 
-Imports everything below it; knows nothing of several runs.
+Imports the layers below it; does not deal with several runs.
 """
 
 DEFAULT_PRESET = "official"

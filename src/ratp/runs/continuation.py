@@ -1,6 +1,6 @@
 """Continuing a finished run with domains that came later.
 
-Training never looks ahead, and every stage has random generators of its own. So a run that starts from the last state
+Training never looks ahead, and every stage has its own random generators. So a run that starts from the last state
 of an earlier one learns what it would have learnt from scratch; only the new domains were not measured meanwhile.
 """
 

@@ -1,7 +1,7 @@
-"""A run's directory: whether a folder can serve as one, and how its files are written.
+"""A run's directory: checks whether a folder can serve as one, and writes its files.
 
 :mod:`ratp.runs.record` lists the files. The state after the last finished stage is authoritative
-(:mod:`ratp.runs.states`); config, matrix and journal are brought in line with it.
+(:mod:`ratp.runs.states`); config, matrix and journal are made to agree with it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -90,9 +91,7 @@ def prepare_folder(folder: Path) -> bool:
             f"cannot use {folder} as a run directory: {error.strerror}. Choose another folder with --out."
         ) from error
     if present and "config.json" not in present:
-        raise RunDirectoryError(
-            f"{holds_others(folder, present)} and no run. Choose an empty or new folder with --out."
-        )
+        raise holds_others(folder, present, "run")
     return bool(present)
 
 
@@ -182,9 +181,6 @@ class RunFiles:
             state: The other run's last state.
             matrix: Its accuracies, extended by the domains of this run.
             journal: The first events of this run's journal.
-
-        Returns:
-            The state as this run has saved it.
         """
         self.journal.rewrite(journal)
         self.states.go_back(None)
@@ -220,7 +216,7 @@ class RunFiles:
         Args:
             state: The state; None if there is none left.
             stages: Number of stages finished at that state.
-            results: Files beside the weights that a finished run has.
+            results: Files that only a finished run has, besides the weights.
         """
         with writing(self._folder):
             for path in (self._weights, *results):
@@ -259,13 +255,7 @@ class RunFiles:
         self.journal.note("numbers_lost", stage=stage, domain=domain, what=what, precision=precision)
 
     def finish_stage(self, tensors: Mapping[str, Tensor], matrix: Matrix, event: Mapping[str, Any]) -> None:
-        """Saves a finished stage; writes the state first, because it is authoritative.
-
-        Args:
-            tensors: The state of the method.
-            matrix: Accuracies of the stages so far.
-            event: The ``stage_finished`` event.
-        """
+        """Saves the method's state after a stage first, because it is authoritative; then matrix and event."""
         self.states.save(tensors, matrix, [*self.journal.finished(), event])
         self._write_matrix(matrix)
         self.journal.append(event)
@@ -317,14 +307,10 @@ class RunFiles:
 
 def prediction_files(stream: Stream, folder: Path) -> dict[Path, UnlabelledDomain]:
     """Returns the unlabelled domains by the path of their predictions."""
-    found: dict[Path, UnlabelledDomain] = {}
-    names: list[str] = []
+    found: dict[str, tuple[Path, UnlabelledDomain]] = {}  # by name in lower case: some file systems ignore case
     for domain in stream.unlabelled:
-        plain = name = safe_name(domain.name)
-        again = 1
-        while name.lower() in names:  # some file systems ignore case
-            again += 1
-            name = f"{plain}-{again}"
-        names.append(name.lower())
-        found[folder / f"predictions-{name}.csv"] = domain
-    return found
+        plain = safe_name(domain.name)
+        names = (plain if number == 1 else f"{plain}-{number}" for number in count(1))
+        name = next(name for name in names if name.lower() not in found)
+        found[name.lower()] = folder / f"predictions-{name}.csv", domain
+    return dict(found.values())

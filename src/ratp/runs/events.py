@@ -38,7 +38,7 @@ class StageStarted:
 
 @dataclass(frozen=True)
 class Trained:
-    """One or more updates were made."""
+    """The stage has advanced by one or more updates."""
 
     stage: int
     domain: str

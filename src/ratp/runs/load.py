@@ -168,12 +168,12 @@ def load(path: Path | str, *, device: str = "auto", method: Path | str | None = 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if folder.is_file():
-        raise RunDirectoryError(f"{folder} is a file: give a run directory, which has the trained method in it.")
+        raise RunDirectoryError(f"{folder} is a file: give a run directory, which holds the trained method.")
     config = read_config(folder)
     odd = [name for name, kind in _NEEDED.items() if not isinstance(config.get(name), kind)]
     texts = all(isinstance(name, str) for names in ("classes", "order") if names not in odd for name in config[names])
     if odd or not texts or config["fingerprint"] != fingerprint_of(config):
-        what = f"{', '.join(odd)} is not what it should be" if odd else "it is not as it was written"
+        what = f"invalid {', '.join(odd)}" if odd else "its contents have changed"
         raise RunDirectoryError(f"{folder / 'config.json'} is damaged: {what}. {_ADVICE}")
     return config
 
@@ -182,21 +182,20 @@ def _find_method(folder: Path, config: Mapping[str, Any], given: Path | str | No
     """Returns the class of a run's method. The file of a custom method is never searched for: the user must name it."""
     name, digest = config["method"], config.get("method_file")
     if digest is None and given is not None:
-        raise ConfigError(f"{folder} is a run of {name}, which comes along: name no file of a method for it.")
+        raise ConfigError(f"{folder} is a run of {name}, which is built in: leave out --method.")
     if digest is None and name not in METHODS:
-        raise RunDirectoryError(f"{folder} is a run of a method that is not here: {unknown('method', name, METHODS)}")
+        raise RunDirectoryError(f"{folder} uses a method that this version lacks: {unknown('method', name, METHODS)}")
     if digest is None:
         return METHODS[name]
     if given is None:
         raise ConfigError(
-            f"{folder} is a run of {name!r}, a method from a file of your own. Name the file, which is then run: "
-            "--method FILE.py"
+            f"{folder} is a run of {name!r}, a custom method. Give its file, whose code then runs: --method FILE.py"
         )
     method = from_file(Path(given))
     if file_hash(method) != digest:
         raise RunDirectoryError(
-            f"{folder} is a run of {name!r} from another file than {given}, or that has been edited since. "
-            "Name the file as it was."
+            f"{folder} is a run of {name!r} from another file than {given}, or the file has been edited "
+            "since. Give the file as it was."
         )
     return method
 
@@ -223,8 +222,8 @@ def _last_state(folder: Path, config: Mapping[str, Any]) -> State:
         raise RunDirectoryError(f"{state.path} is damaged: it has {done} finished stages of {of}. {_ADVICE}")
     if done < of:
         last = config["order"][done - 1]
-        told = f"{folder} is unfinished: what predicts is its method after {done} of {of} stages, the last {last}"
-        warnings.warn(told, UnfinishedWarning, stacklevel=3)
+        text = f"{folder} is unfinished: using its method after {done} of {of} stages, the last {last}"
+        warnings.warn(text, UnfinishedWarning, stacklevel=3)
     return state
 
 
@@ -234,9 +233,9 @@ def _before(folder: Path, states: States, lost: LostFileError) -> State:
     except LostFileError as error:
         if isinstance(lost.__cause__, FileNotFoundError):
             raise RunDirectoryError(
-                f"{folder} has nothing to predict with: no stage is finished, or {lost} The command of the run goes on "
-                "with it."
+                f"{folder} has nothing to predict with: no stage is finished, or {lost} The command that started the "
+                "run continues it."
             ) from error
-        raise RunDirectoryError(f"{lost} Put it back from a copy, or train again.") from lost
-    warnings.warn(f"{lost} The state before it is taken", UnfinishedWarning, stacklevel=4)
+        raise RunDirectoryError(f"{lost} Restore it from a copy, or train again.") from lost
+    warnings.warn(f"{lost} Using the state before it", UnfinishedWarning, stacklevel=4)
     return state

@@ -186,7 +186,7 @@ class RunPlan:
     def digest(self) -> str:
         """Hashes the decisions and the weights, for a folder's name.
 
-        It ignores where files lie, and the guard if it is in the stream's default mode.
+        It ignores the paths of files, and the guard if it is in the stream's default mode.
         """
         decisions = {name: value for name, value in self.decisions().items() if name != "guard"}
         acts, by_default = (mode == ACT for mode in (self.guard, _default_guard(self.spec)))
@@ -394,5 +394,5 @@ def _parse_seed(seed: int | str) -> int:
     except ValueError as error:
         raise ConfigError(f"the seed must be a whole number, got {seed!r}; e.g. 2022.") from error
     if isinstance(seed, bool) or not 0 <= value < 2**63:
-        raise ConfigError(f"the seed must lie in 0..2^63−1, got {seed!r}; e.g. 2022.")
+        raise ConfigError(f"the seed must be in 0..2^63−1, got {seed!r}; e.g. 2022.")
     return value

@@ -48,6 +48,7 @@ from ratp.evaluation.matrix import Matrix
 
 RESULT_KIND = "ratp result"
 START_OVER = "Remove the folder to start over, or choose another with --out."
+NEW_FOLDER = "Choose an empty or new folder with --out."
 
 # Mark of methods that use true labels of targets.
 ORACLE = "knows target labels"
@@ -211,9 +212,9 @@ def files_in(folder: Path) -> set[str]:
         return set()
 
 
-def holds_others(folder: Path, names: Collection[str]) -> str:
-    """Begins a sentence that says that a folder holds other files."""
-    return f"{folder} holds other files ({', '.join(sorted(names)[:3])})"
+def holds_others(folder: Path, names: Collection[str], lacks: str, advice: str = NEW_FOLDER) -> RunDirectoryError:
+    """Builds the error for a folder that holds other files and lacks what makes it a run or a study."""
+    return RunDirectoryError(f"{folder} holds other files ({', '.join(sorted(names)[:3])}) and no {lacks}. {advice}")
 
 
 def read_run(path: Path | str) -> RunRecord:

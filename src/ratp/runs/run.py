@@ -64,7 +64,7 @@ class Session:
         files: The files of the directory.
         measures: Measures the method on the stream's test sets.
         models: Source networks shared with other runs; None if they are neither reused nor saved.
-        is_told: Whether the method may use labels of targets.
+        uses_labels: Whether the method may use labels of targets.
         is_own: Whether the method is defined in a user's file.
         precision: The precision in use.
     """
@@ -83,7 +83,7 @@ class Session:
         self.files = RunFiles(folder, config, options.save_every)
         self.measures = Evaluator(stream, plan.seed)
         self.models = plan.source_models(stream) if options.reuse_source else None
-        self.is_told = plan.method.uses_target_labels(plan.config)
+        self.uses_labels = plan.method.uses_target_labels(plan.config)
         self.is_own = plan.method_hash is not None
         self.precision: Precision = plan.precision
         self.method: Method  # set by open()
@@ -99,7 +99,7 @@ class Session:
         is_new = state is None and next(self.files.checkpoints.found(0), None) is None
         if is_new and self.is_own:
             build = partial(self.plan.build_method, self.stream, None)  # what it trains here is not for other runs
-            rehearse(build, self.stream.source, self.plan.device, told=self.is_told)
+            rehearse(build, self.stream.source, self.plan.device, uses_labels=self.uses_labels)
         self.take_up(state)
         if is_new:
             self._start()
@@ -150,7 +150,7 @@ class Session:
         """Rebuilds the method in another precision, from the last finished stage."""
         self.precision = precision
         if precision != self.plan.precision:
-            self.release()  # it will save no source network that others could wait for
+            self.release()  # this run will not save the source network that others may be waiting for
         self.undo()
 
     def keep_features(self, stage: int) -> None:

@@ -40,7 +40,7 @@ class WaitingWarning(Note):
 
 
 class CheckpointWarning(Note):
-    """A stage starts again because its checkpoint does not fit, or has no checkpoint because none can be made."""
+    """A stage starts again because its checkpoint does not fit, or has no checkpoint because none can be saved."""
 
 
 @final
@@ -225,7 +225,7 @@ class StageRunner:
             source = self._stream.source
             return method.source_phases(self._shared(source)), len(source)
         target, answer = self._stream.targets[number - 1], self._stream.answers[number - 1]
-        if self._session.is_told and answer is not None:
+        if self._session.uses_labels and answer is not None:
             return method.labelled_target_phases(self._shared(answer)), len(target)
         return method.target_phases(self._shared(target)), len(target)
 
@@ -234,7 +234,7 @@ class StageRunner:
         return domain if self._plan.device.type == "cpu" else with_images_on(domain, self._plan.device)
 
     def _watch(self) -> Watch | None:
-        """Lets the guard look at the model before a target stage; None: it is off."""
+        """Shows the guard the model before a target stage; None: the guard is off."""
         if self._number == 0 or self._plan.guard == "off":
             return None
         target = self._stream.targets[self._number - 1]

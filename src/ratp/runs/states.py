@@ -1,11 +1,11 @@
-"""What a run continues from: the state after its last finished stage, and checkpoints within the stage under way.
+"""What a run continues from: the state after its last finished stage, and checkpoints within the current stage.
 
 ``state.safetensors`` is authoritative. When a stage finishes, the previous file becomes ``state-before.safetensors``
-before the new one takes its place, so one of the two is always whole. If the last one is damaged or gone, the run goes
-back to the one before; a finished run keeps its last state only.
+before the new one takes its place, so one of the two is always intact. If the last one is damaged or missing, the run
+goes back to the one before; a finished run keeps its last state only.
 
-A run that is stopped within a stage continues with the next step from ``checkpoint.safetensors`` or, if that one is
-damaged, ``checkpoint-before.safetensors``. One that is damaged, or belongs to another run or stage, is ignored.
+A run that is stopped within a stage continues with the next step from ``checkpoint.safetensors`` or, if that is
+damaged, ``checkpoint-before.safetensors``. Checkpoints of another run or stage are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MISFITS = RatpError, KeyError, TypeError, ValueError, RuntimeError
 
 
 class StateWarning(Note):
-    """The last state of a run is damaged or gone, so the run continues from the one before."""
+    """The last state of a run is damaged or missing, so the run continues from the one before."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class States:
         had_one = self._latest.exists() or self._before.exists()
         rows = self._results() if had_one or self._matrix.exists() else []
         if not isinstance(rows, list) or len(rows) > max(self._given, 1):
-            raise RunDirectoryError(f"{both} Put one of them back to go on. {START_OVER}")
+            raise RunDirectoryError(f"{both} Restore one of them to continue. {START_OVER}")
         return None, lost if had_one or rows else ""
 
     def save(self, tensors: Mapping[str, Tensor], matrix: Matrix, finished: Sequence[Mapping[str, Any]]) -> None:
@@ -155,7 +155,7 @@ class States:
 
 @dataclass
 class Checkpoint:
-    """A moment within a stage.
+    """A snapshot within a stage.
 
     Attributes:
         stage: Number of the stage.
@@ -291,17 +291,10 @@ class Stage:
         self.statistics, self.events = dict(checkpoint.statistics), checkpoint.events
 
     def checkpoint(self, seconds: float, events: list[Mapping[str, Any]]) -> Checkpoint:
-        """Returns a checkpoint."""
+        """Returns a checkpoint after ``seconds`` in this process; ``events`` are the stage's events so far."""
         state, tensors = split_tensors(save_stage(self.method, self.phases, self.progress))
-        return Checkpoint(
-            stage=self.number,
-            state=state,
-            tensors=tensors,
-            done=self.done,
-            seconds=self.seconds + seconds,
-            statistics=dict(self.statistics),
-            events=events,
-        )
+        seconds += self.seconds
+        return Checkpoint(self.number, state, tensors, self.done, seconds, dict(self.statistics), events)
 
     def check(self, tick: Tick) -> None:
         """Raises a NonFiniteError if losses, statistics of the epoch or weights are not finite."""
@@ -310,7 +303,7 @@ class Stage:
         self.weights.check(self.progress)
 
     def is_sound(self, tick: Tick | None) -> bool:
-        """Whether :meth:`check` passes; None: no step was made."""
+        """Whether :meth:`check` passes; None means that there was no step."""
         try:
             if tick is not None:
                 self.check(tick)

@@ -1,4 +1,4 @@
 """Grids of runs, from a TOML file to a set of run directories.
 
-Imports `executors` and what lies below it.
+Imports `executors` and the layers below it.
 """

@@ -1,4 +1,4 @@
-"""Runs the unfinished runs of a study."""
+"""Executes the unfinished runs of a study."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ratp.runs.run import Run
 from ratp.streams.stream import Report
 from ratp.studies.study import Entry, Study, how_many
 
-# Makes runs as run_all does.
+# Executes runs as run_all does.
 Executor = Callable[..., list[Result]]
 
 
@@ -32,17 +32,17 @@ def run_study(
     on_end: Callable[[Entry, Result], None] | None = None,
     on: Executor = run_all,
 ) -> None:
-    """Makes all unfinished runs side by side; interrupted and failed ones continue.
+    """Executes all unfinished runs side by side; interrupted and failed ones continue.
 
-    A failing run does not stop the others, and runs that another process is making are left to it. On a CPU every run
-    computes with one thread, so the same study gives the same bits however its runs are shared out.
+    A failing run does not stop the others, and runs in progress in another process are left alone. On a CPU every run
+    computes with one thread, so the same study gives the same bits however its runs are distributed.
 
     Args:
         study: What to run; its folder must be claimed.
         at_once: As for :func:`ratp.executors.local.run_all`.
         on_event: Likewise.
         on_end: Called with every result, by one thread at a time.
-        on: What makes the runs (:func:`find_executor`).
+        on: What executes the runs (:func:`find_executor`).
     """
     todo = []
     for entry in study.entries:
@@ -60,7 +60,7 @@ def run_study(
     def seen(run: Run, event: Event) -> None:
         if id(run) not in started:
             started.add(id(run))
-            study.clear_failure(by_run[id(run)])  # whatever stops it now is another reason
+            study.clear_failure(by_run[id(run)])  # from now on, only a new failure counts
         if on_event is not None:
             on_event(run, event)
 
@@ -118,11 +118,11 @@ def without_stale_results(study: Study, progress: Report | None = None) -> Study
     if stale[True]:
         which = "; ".join(f"{how_many(titles)}: those of {names}" for names, titles in stale[True].items())
         raise RunDirectoryError(
-            f"runs in {study.folder} were made from other images than there are now ({which}). Bring those back, or "
-            "make all runs anew in another folder with --out."
+            f"runs in {study.folder} used other images than there are now ({which}). Restore those images, or execute "
+            "all runs again in another folder with --out."
         )
     for names, titles in stale[False].items():
-        note = f"{how_many(titles)}: what is known was made from other images of {names}, and does not count"
+        note = f"{how_many(titles)}: known results used other images of {names} and do not count"
         warnings.warn(note, Note, stacklevel=2)
     return replace(study, entries=tuple(entries))
 

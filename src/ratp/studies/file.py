@@ -90,7 +90,7 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
 
 
 def _usable_options(base: RunRequest) -> tuple[RunRequest, list[str]]:
-    """The options without those that are wrong, which are no mistakes of the file; and a sentence for each."""
+    """The options without those that are wrong, which are not mistakes in the file; and a sentence for each."""
     problems: list[str] = []
     device = torch.device("cpu")
     try:
@@ -125,7 +125,7 @@ class _Grid:
         return {}
 
     def cases(self) -> list[tuple[Row, RunRequest]]:
-        """Every run asked for, in the order of the file."""
+        """Every requested run, in the order of the file."""
         if not self._given:
             if self._given is not None:
                 self._problems.append(f"{self._where} is empty: it needs a stream and methods.")
@@ -235,10 +235,10 @@ def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path, problems: li
             known = found.get(name)
             if known and known.plan.precision != plan.precision:
                 both = f"{known.plan.precision} and {plan.precision}"
-                raise ConfigError(f"two grids ask for the same run in {both}: give each precision a study of its own.")
+                raise ConfigError(f"two grids request the same run in {both}: use one study per precision.")
             if streams.setdefault(plan.spec.name, plan.spec.domains) != plan.spec.domains:
                 raise ConfigError(
-                    f"two streams are called {plan.spec.name!r}: give one another name, in a .toml file of its own."
+                    f"two streams are called {plan.spec.name!r}: rename one of them in its own .toml file."
                 )
         except ConfigError as error:
             for problem in error.problems:
@@ -263,7 +263,7 @@ def run_name(plan: RunPlan) -> str:
 
 
 def _files(entries: Sequence[Entry]) -> set[str]:
-    """Files and folders that the plans were made from, besides the study file."""
+    """Files and folders that the plans depend on, besides the study file."""
     plans = [entry.plan for entry in entries]
     names = {name for p in plans if p.request for name in (p.request.stream, p.request.method, p.weights_from)}
     return names - {NO_WEIGHTS, PUBLISHED, *METHODS, *STREAMS}

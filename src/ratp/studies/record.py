@@ -1,4 +1,4 @@
-"""A study as read from disk: what its report knows of it."""
+"""A study as its report sees it: the requested runs and the results so far."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ratp.runs.record import RunRecord
 
 @dataclass(frozen=True)
 class Row:
-    """What a table of a study calls a run: the variant's name, or the method's.
+    """The row of a run in a table: the name of its variant or method.
 
     Attributes:
         grid: Number of the grid, from 0.
         label: Name of the method or variant.
-        sweep: Name and value of the switch that is swept; None: it is not one of a sweep.
+        sweep: Name and value of the switch that is swept; None: it does not belong to a sweep.
         is_variant: Whether it is one of the grid's variants.
     """
 
@@ -28,17 +28,17 @@ class Row:
 
 @dataclass(frozen=True)
 class AskedRun:
-    """A run that a study asks for.
+    """A run that a study requests.
 
     Attributes:
         rows: Where tables show it.
         stream: Name of its stream.
         order: Codes of its domains in their order of arrival.
         seed: Its seed.
-        state: What became of it.
-        reason: Why it failed, or what of it is damaged; empty otherwise.
-        record: Its result; None: it has not come to its end.
-        settings: Its method and all values, but for order and seed, as text to compare.
+        state: Its state.
+        reason: Why it failed, or how it is damaged; empty otherwise.
+        record: Its result; None while it is unfinished.
+        settings: Its method and all values except order and seed, as text to compare.
     """
 
     rows: tuple[Row, ...]
@@ -52,19 +52,19 @@ class AskedRun:
 
     @property
     def own_rows(self) -> tuple[Row, ...]:
-        """Its rows but for those of sweeps."""
+        """Its rows except those of sweeps."""
         return tuple(row for row in self.rows if row.sweep is None)
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """All that a study asks for, and what there is of it.
+    """The runs that a study requests, and their results so far.
 
     Attributes:
-        title: What it is, in a line.
+        title: Its title, one line.
         runs: Its runs, each once, in the order of the file.
-        usual: The value a swept switch has unless it is swept, by the number of the grid and the switch's name.
-        titles: What its grids are about, by their number, of those that say so.
+        usual: The unswept value of every swept switch, by grid and switch.
+        titles: Titles of grids, by number.
     """
 
     title: str
@@ -73,9 +73,9 @@ class StudyRecord:
     titles: Mapping[int, str] = field(default_factory=dict)
 
     def records(self) -> list[RunRecord]:
-        """The finished runs, each called as the study calls it; one that it calls by several names appears as often.
+        """The finished runs by their names in the study; a run with several names appears under each.
 
-        A swept value that makes no difference goes by the name it has without, where the study has that, too.
+        A run that belongs to a sweep and to other rows has the names of those other rows only.
         """
         return [record for run in self.runs for record in _named(run, run.own_rows or run.rows)]
 
@@ -84,7 +84,7 @@ class StudyRecord:
         return [record for run in self.runs for record in _named(run, run.rows)]
 
     def by_one_name(self) -> list[tuple[str, AskedRun]]:
-        """The runs, each once, with the first name of its settings; that of a sweep only if there is no other."""
+        """The runs, each once, by the first name of their settings; names of sweeps only where there is no other."""
         names: dict[tuple[str, str], str] = {}
         for run, rows in [*((run, run.own_rows) for run in self.runs), *((run, run.rows) for run in self.runs)]:
             for row in rows:
@@ -93,19 +93,19 @@ class StudyRecord:
 
 
 def _settings(run: AskedRun) -> tuple[str, str]:
-    """What a run has in common with those that differ in order and seed alone."""
+    """Identifies the runs that differ in order and seed only."""
     return run.stream, run.settings or (run.own_rows or run.rows)[0].label
 
 
 def _named(run: AskedRun, rows: Sequence[Row]) -> list[RunRecord]:
-    """A run by the names that some rows have; none if it has not come to its end."""
+    """A run under the names of some rows; nothing while it is unfinished."""
     if run.record is None:
         return []
     return [replace(run.record, name=label) for label in dict.fromkeys(row.label for row in rows)]
 
 
 def distinct_labels(runs: Sequence[tuple[Sequence[Row], str, str]]) -> list[tuple[Row, ...]]:
-    """The rows of runs, with the grid's number in a label that grids use for different things on one stream."""
+    """The rows of runs; labels that mean different things on one stream get the number of their grid."""
     meant: dict[tuple[str, str], set[str]] = {}
     for rows, stream, settings in runs:
         for row in rows:

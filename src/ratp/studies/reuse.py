@@ -1,4 +1,4 @@
-"""Recognises the results of planned runs, so that what was run before, or elsewhere, is not run again.
+"""Recognises the results of planned runs, so that a run finished before, or elsewhere, is not repeated.
 
 Imports no torch: ``ratp study status`` answers at once.
 """
@@ -30,7 +30,7 @@ class Identity:
         weights: What the plan knows of the weights without a download: a file's sha256, ``imagenet`` or ``none``.
         preset: Name of the preset that the switches started from.
         changed: Switches and sizes that differ from it.
-        precision: The precision asked for; ``auto`` accepts any.
+        precision: The requested precision; ``auto`` accepts any.
     """
 
     decisions: Mapping[str, Any]
@@ -49,8 +49,8 @@ class Identity:
     def matches(self, config: Mapping[str, Any]) -> bool:
         """Whether a run's config has everything that determines this result, except images.
 
-        The published weights match any file, because they may have come as one. A config that lacks a switch was
-        written before the switch existed: it had, in effect, its default.
+        The published weights match any file, because they may have been given as a file. A config without a switch was
+        written before the switch existed: in effect, the switch had its default.
         """
         there = {key: config.get(key) for key in DECIDED}
         for group in ("recipe", "switches"):

@@ -42,11 +42,11 @@ def open_study(path: Path | str, folder: Path | None = None, weights: str = "aut
 def _file_of(folder: Path) -> Path:
     """The study file of a folder of runs, as seen from here."""
     if not (folder / ABOUT).is_file():
-        raise RunDirectoryError(f"{folder} holds no study: it has no {ABOUT}. `ratp study run FILE.toml` makes one.")
+        raise RunDirectoryError(f"{folder} holds no study: it has no {ABOUT}. `ratp study run FILE.toml` creates one.")
     file = STUDY.read(read_json(folder / ABOUT), folder / ABOUT).get("file")
     path = Path(os.path.relpath(folder / str(file)))
     if not file or not path.is_file():
-        raise RunDirectoryError(f"the study file of {folder} is not at {path}: name it instead of the folder.")
+        raise RunDirectoryError(f"the study file of {folder} is not at {path}: give the file instead of the folder.")
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import ratp
 
-_SMALL = 1 << 20  # bytes of a file that is hashed; of larger ones size and time count
+_SMALL = 1 << 20  # bytes; larger files are not hashed but compared by size and time
 
 
 def sources_of(path: Path, weights: str, files: Iterable[str]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def sources_of(path: Path, weights: str, files: Iterable[str]) -> dict[str, Any]
 
 
 def _mark(path: Path) -> str:
-    """What changes with a file's content or a folder's names; empty if there is nothing there."""
+    """A mark that changes with a file's content or a folder's names; empty if there is neither."""
     try:
         if path.is_dir():
             return _sha256("\n".join(sorted(item.name for item in path.iterdir())).encode(errors="surrogateescape"))
@@ -38,7 +38,7 @@ def _mark(path: Path) -> str:
 
 @cache
 def _package() -> str:
-    """What changes with this package's version or code."""
+    """A mark that changes with this package's version or code."""
     root = Path(ratp.__file__).parent
     files = sorted((str(file), file.stat()) for file in root.rglob("*.py"))
     marks = [f"{file} {about.st_size} {about.st_mtime_ns}" for file, about in files]

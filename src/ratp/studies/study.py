@@ -1,7 +1,7 @@
 """Studies: runs that belong together, and the state of each.
 
-Every run has a directory named by the hash of everything that determines it, so a run that is asked for twice is made
-once, and an edited study file finds the runs it still asks for. States are read from the directories every time.
+The name of a run's directory contains a hash of everything that determines the run. So a run that is requested twice is
+executed once, and an edited study file finds the runs it still requests. States are always read from the directories.
 Imports no torch: :mod:`ratp.studies.file` plans a study, :mod:`ratp.studies.execute` runs it.
 """
 
@@ -120,13 +120,13 @@ class Entry:
     def obstacle(self) -> RunDirectoryError | None:
         """Why its directory or config cannot be read, so that the run can neither start nor continue."""
         path = self.folder / "config.json"
-        way_out = f"Move {self.folder} away or remove it, and `ratp study run` makes this run anew."
+        way_out = f"Move {self.folder} away or remove it, and `ratp study run` starts this run over."
         try:
             present = files_in(self.folder)
             if not present:
                 return None
             if path.name not in present:
-                return RunDirectoryError(f"{holds_others(self.folder, present)} and no {path.name}. {way_out}")
+                return holds_others(self.folder, present, path.name, way_out)
             CONFIG.read(read_json(path), path)
         except OSError as error:
             return RunDirectoryError(f"cannot read {self.folder}: {error.strerror}. Make it readable, or move it away.")
@@ -215,7 +215,7 @@ class Study:
         return replace(self, entries=tuple(entries))
 
     def to_json(self) -> dict[str, Any]:
-        """What ``study.json`` says, for :func:`ratp.studies.saved.open_study`. Shared settings are written once."""
+        """The contents of ``study.json``, for :func:`ratp.studies.saved.open_study`; shared settings occur once."""
         settings: dict[str, int] = {}
         runs = []
         for entry in self.entries:
@@ -248,8 +248,7 @@ class Study:
             except OSError as error:
                 raise self._unusable(error) from error
             if present:
-                others = holds_others(self.folder, present)
-                raise RunDirectoryError(f"{others} and no study. Choose an empty or new folder with --out.")
+                raise holds_others(self.folder, present, "study")
         path = self.folder / ABOUT
         about = json.loads(json.dumps(STUDY.marked(self.to_json())))  # tuples as lists
         if not path.exists() or read_json(path) != about:
@@ -290,12 +289,12 @@ class Study:
         try:
             file.parent.mkdir(exist_ok=True)
         except OSError as failure:
-            lost = f"The reason to keep there: {entry.title}: {error}"
+            lost = f"It should hold the reason why this run failed: {entry.title}: {error}"
             raise RunDirectoryError(f"cannot write {file.parent}: {failure.strerror}. {lost}") from failure
         write_json(file, FAILURE.marked({"run": entry.title, "error": str(error)}))
 
     def clear_failure(self, entry: Entry) -> None:
-        """Removes the reason of an earlier failure: the run goes on, or has finished."""
+        """Removes the reason of an earlier failure, because the run continues or has finished."""
         file = self._failure_file(entry)
         with writing(file):
             file.unlink(missing_ok=True)

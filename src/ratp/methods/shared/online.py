@@ -1,14 +1,10 @@
-"""Online adaptation: what methods share that adapt while they predict, in one pass over a target.
-
-* :class:`OnlineNetwork` learns the source by cross-entropy and shows every target to ``observe`` once.
-* :class:`BatchStatistics` normalises by the batch at hand once it has adapted.
-* :class:`AffineMethod` trains BatchNorm's γ and β alone.
-"""
+"""What online methods share: they adapt while they predict, in one pass over each target."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, final
 
@@ -18,7 +14,7 @@ from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
-from ratp.functional.norm import affine_parameters, by_batch
+from ratp.functional.norm import affine_parameters, batch_norms, by_batch
 from ratp.functional.optim import Adam, SGDConfig, StageSGD
 from ratp.networks.network import Network
 from ratp.training.method import OnlineMethod, Setting, Statistics, pack, unpack
@@ -52,8 +48,8 @@ class AdaptationConfig:
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser on the source")
     step: StepConfig = switch(StepConfig(), "steps on targets")
-    replay: Literal["separate", "none"] = switch("separate", "a memory batch beside each batch, or no replay")
-    eval_bn: Statistics = switch("batch", "BatchNorm when measured after adaptation: of the images at hand, or running")
+    replay: Literal["separate", "none"] = switch("separate", "a memory batch with each batch, or no replay")
+    eval_bn: Statistics = switch("batch", "BatchNorm statistics in evaluations after adaptation: batch or running")
 
 
 # Values for ResNet-50, by their names among a method's switches.
@@ -76,7 +72,7 @@ def classify_by_batch(
     """Returns logits of uint8 images; BatchNorm uses the statistics of batches of at least ``size`` images.
 
     Batches are drawn at random with the CPU ``generator``: images often come class by class, and a batch of one class
-    has statistics of its own. A single image has none; it is classified by the running statistics.
+    has untypical statistics. A single image has none; it is classified with the running statistics.
     """
     check_images(images, network.image_size)
     if len(images) < 2:
@@ -97,6 +93,19 @@ def logits_by_batch(network: Network, inputs: Tensor, batches: int = 1) -> Tenso
     """Returns logits of one or more concatenated batches, each normalised by its own statistics."""
     with by_batch(network, batches):
         return network(inputs).logits
+
+
+@contextmanager
+def tracking(network: Network) -> Iterator[None]:
+    """Has BatchNorm normalise by the batch and update its running statistics within the block; dropout stays off."""
+    layers = batch_norms(network).values()
+    for layer in layers:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
 
 
 class OnlineNetwork(OnlineMethod, NetworkMethod):
@@ -120,7 +129,7 @@ class OnlineNetwork(OnlineMethod, NetworkMethod):
 
     @abstractmethod
     def begin_stage(self) -> None:
-        """Creates what each target starts afresh with."""
+        """Creates what every target starts with."""
 
     @abstractmethod
     def learn(self, inputs: Tensor) -> Tensor:
@@ -183,7 +192,7 @@ class BatchStatistics(OnlineNetwork):
     """An online method that normalises by the batch; its config has ``eval_bn``.
 
     Before the first target it is evaluated with running statistics, like any source model; afterwards as ``eval_bn``
-    says. A batch of one image has no statistics, so it is predicted by the running ones.
+    says. A batch of one image has no statistics, so it is predicted with the running ones.
     """
 
     smallest = 2

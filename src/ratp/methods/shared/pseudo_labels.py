@@ -22,7 +22,7 @@ Finish = Callable[[Tensor, Tensor], dict[str, float]]
 class PseudoLabelMethod(NetworkMethod):
     """A method that trains on every domain alike: by true labels on the source, by pseudo-labels on targets."""
 
-    extras: Mapping[str, nn.Module] = {}  # modules to save beside the network, by name
+    extras: Mapping[str, nn.Module] = {}  # modules to save besides the network, by name
 
     @abstractmethod
     def phases(self, images: Tensor, labels: Tensor | None) -> Sequence[Phase]:

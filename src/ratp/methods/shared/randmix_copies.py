@@ -1,4 +1,4 @@
-"""RandMix copies for methods that have none of their own, as the paper's ablation adds them.
+"""RandMix copies for methods whose papers have none, as the ablation of RaTP's paper adds them.
 
 On the source, every image gets a copy with its label. On a target, images the model is confident about get one: all
 are copied, so that shapes never depend on data, and a mask leaves the others out of BatchNorm and losses.

@@ -1,11 +1,4 @@
-"""Source-free adaptation: what SHOT and its relatives share.
-
-* :class:`SourceFreeConfig` has their common switches, :class:`SourceFreeMethod` their source stage.
-* :class:`TargetPhase` is a target stage: labels at the start of an epoch, batches with replay, one loss per step.
-* :class:`SHOTPhase` is SHOT's: pseudo-labels and information maximisation, with or without a rotation task.
-* :class:`RotationTask` and :class:`RotationPhase` are the task that SHOT+ adds (TPAMI 2021), predicting by how many
-  quarter turns an image was rotated, and the training of its head.
-"""
+"""What SHOT and its relatives share: the source stage, a target phase, and the rotation task that SHOT+ adds."""
 
 from __future__ import annotations
 
@@ -55,11 +48,11 @@ def rotation_input(upright: Tensor, turned: Tensor) -> Tensor:
     return torch.cat([upright.detach(), turned], dim=1)
 
 
-# Images rotated at once: all of a domain would need several copies of it.
+# Number of images to rotate at once: rotating a whole domain would need several copies of it.
 ROTATED = 1024
 
-# SHOT's published optimiser for large networks, and its rate, meant for a bottleneck that ends in BatchNorm. Here it
-# serves methods that freeze convolutions on targets; methods that train them degrade the network with it.
+# SHOT's published optimiser for large networks, and its rate, meant for a bottleneck that ends in BatchNorm. Methods
+# that freeze convolutions on targets use it here; methods that train them degrade the network with it.
 SHOT_LARGE: Mapping[str, Any] = {
     "backbone_rate": 0.1,
     "sgd.momentum": 0.9,
@@ -68,9 +61,7 @@ SHOT_LARGE: Mapping[str, Any] = {
     "sgd.nesterov": True,
 }
 SHOT_RATE: Mapping[str, Any] = {"lr": 0.01}
-SHOT_RATES: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (stream, "official"): SHOT_RATE for stream in ("pacs", "domainnet10", "folders")
-}
+SHOT_RATES = {(stream, "official"): SHOT_RATE for stream in ("pacs", "domainnet10", "folders")}
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class SourceFreeConfig:
     backbone_rate: float = switch(1.0, "factor on the rate of the feature extractor", minimum=0)
     smoothing: float = switch(0.1, "ε of label smoothing on the source", minimum=0, below=1)
     replay: Literal["union", "separate", "none"] = switch(
-        "union", "batches from target and memory together, a memory batch beside each, or no replay"
+        "union", "batches from target and memory together, a memory batch with each, or no replay"
     )
 
 
@@ -91,31 +82,24 @@ class SourceFreeMethod(NetworkMethod):
     config: SourceFreeConfig
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
-        """Returns one phase of cross-entropy with smoothed labels."""
-        return [SourcePhase(self, domain)]
+        """Returns one phase of cross-entropy with smoothed labels; the feature extractor has its own rate."""
+        config, copies = self.config, self.copies()
+        phase = SupervisedPhase(
+            self.setting,
+            self.network,
+            domain,
+            config.sgd,
+            smoothing=config.smoothing,
+            groups=all_groups(self.network, config.backbone_rate),
+            forward=copies.learn_all if copies.generators else None,
+            generators=copies.generators,
+            finish=lambda learned: self.remember(learned.images, learned.labels),
+        )
+        return [phase]
 
     def copies(self) -> Copies:
         """Returns the RandMix copies of the stage's images: none."""
         return Copies(self)
-
-
-class SourcePhase(SupervisedPhase):
-    """Cross-entropy with smoothed labels; the feature extractor has its own rate."""
-
-    def __init__(self, method: SourceFreeMethod, domain: LabelledDomain) -> None:
-        setting, config, network = method.setting, method.config, method.network
-        copies = method.copies()
-        super().__init__(
-            setting,
-            network,
-            domain,
-            config.sgd,
-            smoothing=config.smoothing,
-            groups=all_groups(network, config.backbone_rate),
-            forward=copies.learn_all if copies.generators else None,
-            generators=copies.generators,
-            finish=lambda learned: method.remember(learned.images, learned.labels),
-        )
 
 
 def extractor_groups(network: Network, backbone_rate: float) -> list[Group]:
@@ -129,7 +113,7 @@ def all_groups(network: Network, backbone_rate: float) -> list[Group]:
 
 
 class Views:
-    """Draws images with replacement and transforms them, with generators named after the phase that uses it."""
+    """Draws images with replacement and transforms them, with generators named after the phase."""
 
     def __init__(self, setting: Setting, name: str, stage: int) -> None:
         self._inputs = setting.training_inputs("target")
@@ -149,8 +133,7 @@ class Views:
 class TargetPhase(PseudoLabelPhase):
     """Trains on a target with a frozen classifier: labels at the start of every epoch, one update per batch.
 
-    ``groups`` are the parameters to train, ``generators`` those that the loss draws from; ``finish`` as for
-    :class:`PseudoLabelPhase`.
+    ``groups`` are the parameters to train, and the loss draws from ``generators``.
     """
 
     def __init__(
@@ -194,7 +177,7 @@ class TargetPhase(PseudoLabelPhase):
 
 
 class RotationTask(Stateful):
-    """Predicts an image's quarter turns from its embedding and that of the rotated image."""
+    """Predicts by how many quarter turns an image was rotated, from its embedding and that of the rotated image."""
 
     saved = "head generator"
 
@@ -202,25 +185,22 @@ class RotationTask(Stateful):
         """Creates a new head; refuses images that are not square."""
         height, width = setting.image_size
         if height != width:
-            raise ConfigError(f"images of {height}×{width} cannot be turned by quarters: they must be square.")
+            raise ConfigError(f"images of {height}×{width} cannot be rotated by quarter turns: make them square.")
         with setting.randomness.scope("rotation head", stage):
-            head = nn.Linear(2 * setting.recipe.network.dim, TURNS)  # R, linear, from both embeddings to the four turns
+            head = nn.Linear(2 * setting.recipe.network.dim, TURNS)  # R, from both embeddings to the four turns
         self.head = head.to(setting.device)
         self.generator = setting.generator("rotation", stage)  # the generator of the turns
         self.weight = weight  # γ, the weight of the loss
 
     def loss(self, network: Network, images: Tensor, upright: Tensor) -> Tensor:
-        """Computes γ times the cross-entropy of the turns for normalised images and their upright embeddings.
-
-        The gradient passes the rotated images only.
-        """
+        """Computes γ·cross-entropy of the turns; the gradient flows through the rotated images only."""
         turns = draw_turns(len(images), self.generator)
         turned = network(rotate(images, turns)).embedding
         return self.weight * F.cross_entropy(self.head(rotation_input(upright, turned)), turns)
 
 
 class RotationPhase(Phase):
-    """Trains a rotation head, with the network frozen, and keeps the best epoch's head, the last of equal ones."""
+    """Trains a rotation head with the network frozen, and keeps the head of the best epoch (the last if several)."""
 
     name = "rotation"
     captures = True
@@ -231,8 +211,7 @@ class RotationPhase(Phase):
         self.epochs, self.steps = recipe.epochs, recipe.steps
         self._setting, self._network, self._images, self._head = setting, method.network, images, task.head
         self._views = Views(setting, "rotation", stage)
-        self._turns = setting.generator("rotation turns", stage)
-        self._measuring = setting.generator("rotation measuring", stage)
+        self._turns, self._measuring = (setting.generator(f"rotation {use}", stage) for use in ("turns", "measuring"))
         self.generators = *self._views.generators, self._turns
         self._optimiser = StageSGD(task.head.parameters(), recipe.lr, recipe.epochs, method.config.sgd, recipe.steps)
         self._pairs: tuple[Tensor, Tensor] | None = None
@@ -305,7 +284,7 @@ class SHOTPhase(TargetPhase):
         self._counts: Tensor | None = None
 
     def forward(self, images: Tensor) -> Output:
-        """Passes images, then copies of the confident ones if any are made."""
+        """Passes images, then copies of the confident ones if ``augment`` is on, through the network."""
         output, self._counts = self._copies.learn_confident(images)
         return output
 
