@@ -62,8 +62,8 @@ def cases() -> dict[str, Case]:
     """What is run: the arguments of each request, by the name of the case."""
     import ratp
 
-    told = subprocess.run([sys.executable, "-m", "ratp", "methods", "--json"], check=True, stdout=subprocess.PIPE)
-    methods = [method["name"] for method in json.loads(told.stdout)["methods"]]
+    listing = subprocess.run([sys.executable, "-m", "ratp", "methods", "--json"], check=True, stdout=subprocess.PIPE)
+    methods = [method["name"] for method in json.loads(listing.stdout)["methods"]]
     found = {
         f"{name} {preset}": request(name, preset=preset)
         for name in methods

@@ -126,7 +126,7 @@ def table(faults: dict[int, Fault], results: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def written(text: str) -> dict[int, str]:
+def read_results(text: str) -> dict[int, str]:
     """The results that a page has, by the fault's number."""
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text, flags=re.M)
     return {int(number): passed for number, passed in rows}
@@ -143,7 +143,7 @@ def main() -> None:
     outcomes = {} if options.check else run(options.jobs)
     text = path.read_text(encoding="utf-8")
     made = {number: result(fault, outcomes) for number, fault in faults.items()}
-    results = written(text) if options.check else made
+    results = read_results(text) if options.check else made
     new = PATTERN.sub(lambda found: f"{found[1]}{table(faults, results)}\n{found[2]}", text)
     if new != text:
         print(f"{'out of date' if options.check else 'updated'}: {PAGE}")

@@ -135,7 +135,7 @@ def test_labels_that_can_only_be_read_are_not_written_to(tmp_path):
 
 class TestMisfits:
     @pytest.mark.parametrize(
-        ("change", "told"),
+        ("change", "expected"),
         [
             ({"generator": torch.zeros(3, dtype=torch.uint8)}, r"Worker.generator: .*"),
             ({"net": {"tensors": {}}}, "Worker.net: RuntimeError.*"),
@@ -143,8 +143,8 @@ class TestMisfits:
             ({"nonsense": 1}, "Worker: nonsense is saved or expected, but not both"),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, change, told):
-        with pytest.raises(RatpError, match=told):
+    def test_what_does_not_fit_is_refused(self, change, expected):
+        with pytest.raises(RatpError, match=expected):
             Worker().load_state_dict(Worker().state_dict() | change)
 
     def test_something_that_lacks_is_refused(self):

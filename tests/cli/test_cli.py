@@ -60,7 +60,7 @@ def done(tmp_path_factory):
     return folder
 
 
-def plain(text):
+def is_plain_text(text):
     """Whether a file or a pipe can take the text: no colours, no moving about."""
     return not CONTROL.search(text)
 
@@ -69,7 +69,7 @@ class TestRun:
     def test_it_shows_its_stages_and_its_matrix(self):
         result = ratp("run", *SOURCE_ONLY)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         (folder,) = os.listdir("runs")
         assert re.fullmatch(r"demo-source-only-2022-[0-9a-f]{8}", folder)
         for stage, domain in enumerate(("scan", "photo", "font", "street"), start=1):
@@ -154,7 +154,7 @@ class TestDemo:
         assert sorted(os.listdir("out")) == ["ratp-1", "report", "source-only-1"]
         assert "Comparison" in result.out
         assert "out/report/index.html" in result.err
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         again = ratp("demo", "--out", "out", "--seed", "1", "--device", "cpu", "--json")
         assert [r["config"]["method"] for r in json.loads(again.out)["runs"]] == ["source-only", "ratp"]
         assert again.err == ""
@@ -183,7 +183,7 @@ class TestReport:
         assert "Unfinished" in result.out
         assert {"index.html", "report.md", "metrics.csv", "report.tex"} <= set(os.listdir(out / "report"))
         assert f"{out / 'report' / 'index.html'}" in result.err.replace("\n", "")
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
 
     def test_a_damaged_run_in_a_folder_keeps_nobody_from_the_others(self, done, tmp_path):
         folder = shutil.copytree(done, tmp_path / "runs")
@@ -254,7 +254,7 @@ class TestLists:
     def test_a_method_and_its_switches(self, preset):
         result = ratp("methods", "show", "ratp", "--preset", preset)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         for name in as_dict(RaTPConfig()):
             assert name in result.out
         assert METHODS["ratp"].paper.split(",")[0] in result.out
@@ -280,9 +280,9 @@ class TestLists:
 
     def test_every_setting_of_a_stream_can_be_found_out(self):
         """Epochs, steps and rate are set like switches: somewhere they must be listed with their values."""
-        told = ratp("streams", "show", "demo", "--out", "sheet.png").out + ratp("methods", "show", "ratp").out
+        output = ratp("streams", "show", "demo", "--out", "sheet.png").out + ratp("methods", "show", "ratp").out
         for name in ("epochs", "steps", "lr", "batch", "network.width"):
-            assert re.search(rf"(?m)^\s*{name}\s", told), name
+            assert re.search(rf"(?m)^\s*{name}\s", output), name
 
     def test_the_values_of_a_stream_are_told_without_its_images(self):
         result = ratp("streams", "show", "pacs", "--data", "nowhere")
@@ -307,9 +307,9 @@ class TestLists:
     def test_no_letter_is_lost_at_the_edge_of_a_terminal(self, monkeypatch):
         """Where the images are missing, the values are told nevertheless."""
         monkeypatch.setenv("COLUMNS", "80")
-        told = ratp("streams", "show", "pacs").out
+        output = ratp("streams", "show", "pacs").out
         for item in switches(find_stream("pacs").recipe):
-            assert all(word in told for word in item.explanation.split()), item.name
+            assert all(word in output for word in item.explanation.split()), item.name
 
     def test_nothing_in_a_list_is_markup(self, monkeypatch):
         method = type(
@@ -333,7 +333,7 @@ class TestHelp:
         assert result.code == 0
         for command in ("demo", "run", "report", "methods", "streams", "doctor"):
             assert command in result.out
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
 
     @pytest.mark.parametrize(
         "words", [["run"], ["demo"], ["report"], ["methods"], ["methods", "show"], ["streams"], ["doctor"]]
@@ -342,14 +342,14 @@ class TestHelp:
         result = ratp(*words, "--help")
         assert result.code == 0
         assert "Usage: " in result.out
-        assert plain(result.out)
+        assert is_plain_text(result.out)
 
     def test_names_of_options_are_whole_in_a_narrow_terminal(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
-        told = ratp("run", "--help").out
-        assert "--no-reuse-source" in told
-        assert "cuda:0,cuda:2, …" in told
-        assert told.count("…") == 1
+        output = ratp("run", "--help").out
+        assert "--no-reuse-source" in output
+        assert "cuda:0,cuda:2, …" in output
+        assert output.count("…") == 1
 
 
 class TestInterruption:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.made_images import encoded, picture, png, put, zipped
+from data.made_images import encode, make_picture, png, write_files, write_zip
 from helpers import files_of, ratp
 from loopback import Answer, running
 from ratp.data import catalogue as sources
@@ -107,7 +107,7 @@ class TestGet:
         assert len(server.log) == asked
 
     def test_a_folder_of_images_counts_as_there(self, mnist, server):
-        put(Path("data/digits/mnist"), {"0/1.png": png()})
+        write_files(Path("data/digits/mnist"), {"0/1.png": png()})
         assert ratp("data", "get", "mnist").out == "digits/mnist: there already, data/digits/mnist\n"
         assert not server.log
 
@@ -210,7 +210,7 @@ class TestGet:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["get", "mnits"], ["unknown data set or domain 'mnits'", "Did you mean 'mnist'?"]),
         (["get", "sketch"], ["2 data sets", "pacs/sketch or domainnet/sketch"]),
@@ -227,11 +227,11 @@ class TestGet:
         (["build", "syn", "--fonts", "nowhere"], ["no font that writes the ten figures in nowhere"]),
     ],
 )
-def test_what_makes_no_sense(words, told):
+def test_what_makes_no_sense(words, expected):
     result = ratp("data", *words)
     assert (result.code, result.out) == (2, "")
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
-    for text in told:
+    for text in expected:
         assert text in result.err
     assert os.listdir() == []
 
@@ -239,19 +239,19 @@ def test_what_makes_no_sense(words, told):
 class TestImport:
     @pytest.fixture
     def files(self):
-        put(Path(), {f"{name}-idx": body for name, body in WEB.items()})
+        write_files(Path(), {f"{name}-idx": body for name, body in WEB.items()})
         return [f"{name}-idx" for name in WEB]
 
     @pytest.fixture
     def pacs(self, tmp_path):
         """PACS as it is published, small: a zip with a folder around it."""
         members = {
-            f"PACS/kfold/{domain}/{label}/pic.jpg": encoded(picture(seed=k), "JPEG")
+            f"PACS/kfold/{domain}/{label}/pic.jpg": encode(make_picture(seed=k), "JPEG")
             for k, (domain, label) in enumerate(
                 (domain, label) for domain in data_set("pacs").domains for label in PACS_CLASSES
             )
         }
-        return zipped(tmp_path / "PACS.zip", members), members
+        return write_zip(tmp_path / "PACS.zip", members), members
 
     def test_a_domain(self, files):
         result = ratp("data", "import", "mnist", *files, "--data", "d")
@@ -293,14 +293,16 @@ class TestImport:
         assert os.path.getmtime("data/pacs/photo.zip") != 1
 
     def test_what_is_missing_of_a_set_is_said(self, tmp_path):
-        given = put(tmp_path / "given", {"photo/dog/1.png": png(), "cartoon/dog/1.png": png(1)})
+        given = write_files(tmp_path / "given", {"photo/dog/1.png": png(), "cartoon/dog/1.png": png(1)})
         result = ratp("data", "import", "pacs", given)
         assert result.code == 0
         assert sorted(os.listdir("data/pacs")) == ["cartoon.zip", "photo.zip"]
         assert "Not in these files: art_painting, sketch." in result.err
 
     def test_damaged_images_are_named_or_left_out(self, tmp_path):
-        given = put(tmp_path / "given", {"photo/dog/1.png": png(), "photo/dog/2.png": b"", "sketch/dog/1.png": png(1)})
+        given = write_files(
+            tmp_path / "given", {"photo/dog/1.png": png(), "photo/dog/2.png": b"", "sketch/dog/1.png": png(1)}
+        )
         result = ratp("data", "import", "pacs", given)
         assert result.code == 1
         assert "pacs/photo: 1 of 2 images of 'photo' cannot be read" in result.err
@@ -312,7 +314,7 @@ class TestImport:
         assert sorted(os.listdir("data/pacs")) == ["photo.zip", "sketch.zip"]
 
     def test_nothing_of_the_set(self, tmp_path):
-        given = put(tmp_path / "given", {"cats/dog/1.png": png()})
+        given = write_files(tmp_path / "given", {"cats/dog/1.png": png()})
         result = ratp("data", "import", "pacs", given)
         assert (result.code, os.listdir()) == (2, [])
         assert "nothing of pacs is there" in result.err
@@ -344,7 +346,7 @@ class TestImport:
 class TestBuild:
     @pytest.fixture
     def imported(self):
-        put(Path(), {f"{name}-idx": body for name, body in WEB.items()})
+        write_files(Path(), {f"{name}-idx": body for name, body in WEB.items()})
         assert ratp("data", "import", "mnist", "images-idx", "labels-idx", "-q").code == 0
 
     @pytest.mark.parametrize("name", ["mnist-m", "mnist_m", "MNIST-M"])
@@ -357,7 +359,7 @@ class TestBuild:
         assert "not the original release" in result.err
 
     def test_own_photographs(self, imported):
-        put(Path("photos"), {"1.png": png(height=40, width=50)})
+        write_files(Path("photos"), {"1.png": png(height=40, width=50)})
         arguments = ["--count", 20, "--photographs", "photos", "--photographs", "photos/1.png", "--json"]
         result = ratp("data", "build", "mnist-m", *arguments)
         assert (result.code, result.err) == (0, "")
@@ -366,7 +368,7 @@ class TestBuild:
         assert row["notes"] == ["mnist_m is rebuilt, not the original release."]
 
     def test_syn_is_not_built_over_what_is_there(self):
-        put(Path("data/digits"), {"syn.zip": b"the original"})
+        write_files(Path("data/digits"), {"syn.zip": b"the original"})
         result = ratp("data", "build", "syn", "--count", 10)
         assert (result.code, result.out) == (2, "")
         assert "data/digits/syn.zip exists already" in result.err

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from data.made_images import put, small_domain
+from data.made_images import make_small_domain, write_files
 from helpers import ratp
 from ratp.data.cache.decoded import open_decoded
 from ratp.data.cache.store import cache_entries
@@ -20,7 +20,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RATP_CACHE", str(folder))
     monkeypatch.setenv("COLUMNS", "80")
     for number, name in enumerate(("[old]", "new")):
-        open_decoded(put(tmp_path / name, small_domain()), 64, cache=folder)
+        open_decoded(write_files(tmp_path / name, make_small_domain()), 64, cache=folder)
         entry = next(entry for entry in cache_entries(folder) if entry.name == name)
         os.utime(folder / "decoded" / f"{entry.key}.json", (1e9 + 86_400 * number,) * 2)
     return folder
@@ -86,13 +86,13 @@ def test_an_empty_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [(["--clear", "--keep", "1"], "one of the two"), (["--keep=-1"], "0 or more"), (["--keep", "nan"], "0 or more")],
 )
-def test_what_makes_no_sense(cache, words, told):
+def test_what_makes_no_sense(cache, words, expected):
     result = ratp("data", "cache", *words)
     assert (result.code, result.out) == (2, "")
-    assert told in result.err
+    assert expected in result.err
     assert len(names(cache)) == 2
 
 

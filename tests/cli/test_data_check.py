@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data.made_images import closed, encoded, picture, png, put, real_data, small_domain, zipped
+from data.made_images import closed, encode, make_picture, make_small_domain, png, real_data, write_files, write_zip
 from helpers import files_of, ratp
 from ratp.data.cache.manifest import manifest_from_json
 
@@ -30,10 +30,10 @@ def _elsewhere(tmp_path, monkeypatch):
 def data():
     """A domain, and a set with a twin within a domain and one between domains."""
     os.makedirs("data/pets")
-    zipped(Path("data/pets/photo.zip"), {**small_domain(), "cat/twin.png": TWIN, "dog/twin.png": TWIN})
-    put(Path("data/pets/sketch"), {"cat/1.jpg": encoded(picture(seed=3), "JPEG"), "dog/also.png": TWIN})
-    put(Path("data/new"), {"1.png": png(1), "2.png": png(2), "notes.txt": b"hello"})
-    put(Path("data/downloads/pets"), {"raw.zip": b"half of it"})
+    write_zip(Path("data/pets/photo.zip"), {**make_small_domain(), "cat/twin.png": TWIN, "dog/twin.png": TWIN})
+    write_files(Path("data/pets/sketch"), {"cat/1.jpg": encode(make_picture(seed=3), "JPEG"), "dog/also.png": TWIN})
+    write_files(Path("data/new"), {"1.png": png(1), "2.png": png(2), "notes.txt": b"hello"})
+    write_files(Path("data/downloads/pets"), {"raw.zip": b"half of it"})
     return Path("data")
 
 
@@ -63,17 +63,17 @@ class TestReport:
         assert re.findall(r"^ *(\w+): \d+ images", result.out, re.MULTILINE) == ["photo", "new", "sketch"]
 
     def test_domains_given_by_themselves_are_compared_wherever_they_lie(self, data):
-        put(Path("elsewhere"), {"cat/1.png": TWIN})
+        write_files(Path("elsewhere"), {"cat/1.png": TWIN})
         result = ratp("data", "check", "data/pets/photo.zip", "elsewhere")
         assert "images in several domains: 1" in result.out
 
     def test_domains_of_different_sets_are_not_compared(self, data):
-        put(Path("data/third/wild"), {"cat/1.png": TWIN})
+        write_files(Path("data/third/wild"), {"cat/1.png": TWIN})
         assert "wild/cat/1.png" not in ratp("data", "check").out
 
     def test_many_classes_are_broken_between_classes(self):
         names = [f"class number {k}" for k in range(30)]
-        put(Path("many"), {f"{name}/1.png": png(k) for k, name in enumerate(names)})
+        write_files(Path("many"), {f"{name}/1.png": png(k) for k, name in enumerate(names)})
         lines = ratp("data", "check", "many").out.splitlines()
         assert max(map(len, lines)) <= 80
         listed = [line for line in lines if "class number" in line]
@@ -82,7 +82,7 @@ class TestReport:
 
     @pytest.mark.parametrize("name", ["[red]x", "画像" * 20, "a b" * 40])
     def test_names_are_printed_as_they_are(self, name):
-        put(Path("own"), {f"{name}/1.png": png()})
+        write_files(Path("own"), {f"{name}/1.png": png()})
         result = ratp("data", "check", "own")
         assert result.code == 0
         assert name.replace(" ", "") in re.sub(r"\s", "", result.out)
@@ -98,7 +98,7 @@ class TestReport:
 
     def test_a_folder_that_cannot_be_read_hides_no_domain(self, monkeypatch):
         for name in ("day", "rain", "fog"):
-            put(Path("pics", name), small_domain())
+            write_files(Path("pics", name), make_small_domain())
         closed(monkeypatch, "fog")
         result = ratp("data", "check", "pics")
         assert result.code == 1
@@ -107,7 +107,7 @@ class TestReport:
         assert "    cannot read the folder pics/fog: Permission denied." in lines
 
     def test_a_class_that_cannot_be_read_is_named(self, monkeypatch):
-        put(Path("pics"), small_domain(("cat", "cow", "dog")))
+        write_files(Path("pics"), make_small_domain(("cat", "cow", "dog")))
         closed(monkeypatch, "cow")
         result = ratp("data", "check", "pics")
         assert result.code == 1
@@ -116,17 +116,17 @@ class TestReport:
     def test_classes_with_folders_are_classes(self):
         """As they are for ``ratp run``."""
         names = ["dog/2024/1.png", "dog/2025/2.png", "guitar/3.png", "house/4.png"]
-        put(Path("pics"), {name: png(k) for k, name in enumerate(names)})
+        write_files(Path("pics"), {name: png(k) for k, name in enumerate(names)})
         lines = ratp("data", "check", "pics").out.splitlines()
         assert lines[:2] == ["pics: 4 images, 3 classes", "  images per class: dog 2, guitar 1, house 1"]
         assert "folders within a class belong to it: 'dog/2024', 'dog/2025'." in " ".join(" ".join(lines).split())
 
     def test_what_may_be_meant_as_an_image_is_told(self):
-        put(Path("pics"), {**small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
+        write_files(Path("pics"), {**make_small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
         result = ratp("data", "check", "pics")
         assert result.code == 0
-        told = "2 files skipped, unsupported format: .heic (2)."
-        assert told in " ".join(result.out.split())
+        expected = "2 files skipped, unsupported format: .heic (2)."
+        assert expected in " ".join(result.out.split())
         (domain,) = json.loads(ratp("data", "check", "pics", "--json").out)["sets"][0]["domains"]
         assert domain["passed_over"] == ["cat/1.heic", "dog/2.HEIC"]
 
@@ -134,7 +134,7 @@ class TestReport:
 class TestDamage:
     @pytest.fixture
     def damaged(self, data):
-        put(data, {"pets/sketch/cat/cut.png": png()[:-40], "pets/sketch/dog/empty.jpg": b""})
+        write_files(data, {"pets/sketch/cat/cut.png": png()[:-40], "pets/sketch/dog/empty.jpg": b""})
         (data / "pets" / "broken.zip").write_bytes(b"PK no zip")
         return data
 
@@ -198,7 +198,7 @@ def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ([], ["there is no data folder data", "--data FOLDER", "RATP_DATA", "ratp data get digits"]),
         (["--data", "nowhere"], ["there is no data folder nowhere"]),
@@ -208,13 +208,13 @@ def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
         (["pets", "--out", "empty"], ["cannot write empty: it is a folder"]),
     ],
 )
-def test_what_makes_no_sense(words, told):
+def test_what_makes_no_sense(words, expected):
     os.mkdir("empty")
-    put(Path("pets"), small_domain())
+    write_files(Path("pets"), make_small_domain())
     result = ratp("data", "check", *words)
     assert (result.code, result.out) == (2, "")
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
-    for text in told:
+    for text in expected:
         assert text in result.err
 
 

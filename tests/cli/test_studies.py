@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from helpers import files_of, journal_of, no_processes, ratp
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp._core.locks import exclusive
 from ratp.cli.progress import StudyWatcher, follow_study
 from ratp.errors import Note
@@ -69,7 +69,7 @@ def _elsewhere(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def plain(text):
+def is_plain_text(text):
     """Whether a file or a pipe can take the text."""
     return not CONTROL.search(text)
 
@@ -111,7 +111,7 @@ class TestRun:
     def test_what_it_says(self, done):
         folder, said = done
         assert said.code == 0
-        assert plain(said.out + said.err)
+        assert is_plain_text(said.out + said.err)
         assert narrow(said.out)
         lines = said.err.splitlines()
         assert lines[0] == "Tiny runs: 4 of 4 runs to execute"
@@ -183,17 +183,17 @@ class TestRun:
         assert result.code == 2
         assert "Traceback" not in result.err
         assert "2 of 5 runs to execute" in result.err
-        (told,) = [line for line in result.err.splitlines() if line.startswith("failed: ")]
-        assert told.startswith("failed: wild, demo scan>photo>font>street, seed 2022: ")
-        assert "A smaller learning rate" in told
+        (message,) = [line for line in result.err.splitlines() if line.startswith("failed: ")]
+        assert message.startswith("failed: wild, demo scan>photo>font>street, seed 2022: ")
+        assert "A smaller learning rate" in message
         assert states(*study) == ["failed", *["finished"] * 4]
         quiet = ratp("study", "run", *study, *OPTIONS, "--quiet")
-        assert (quiet.code, quiet.out, quiet.err) == (2, "", f"{told}\n")
+        assert (quiet.code, quiet.out, quiet.err) == (2, "", f"{message}\n")
         data = json.loads(ratp("study", "run", *study, *OPTIONS, "--json").out)
         assert "A smaller learning rate" in data["runs"][0]["reason"]
         listed = ratp("study", "status", *study)
         assert listed.code == 0
-        assert told in listed.err
+        assert message in listed.err
         assert re.search(r"(?m)^5 runs +4 +1$", listed.out)
         study_file(Path("made"), FOUR)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
@@ -201,7 +201,7 @@ class TestRun:
     @pytest.mark.parametrize("terminal", [False, True])
     def test_images_left_out_are_told_once_a_stream(self, terminal):
         for seed, name in enumerate(("day", "rain")):
-            put(Path("yard", name), images(count=4, seed=seed))
+            write_files(Path("yard", name), image_files(count=4, seed=seed))
         Path("yard/rain/north/bad.png").touch()
         lines = ('methods = ["source-only"]', "seeds = [1, 2]")
         path = study_file(Path(), grid('orders = ["day>rain"]', *lines, stream="yard"), grid("subset = true", *lines))
@@ -232,16 +232,16 @@ class TestStatus:
         assert not Path("new").exists()
         result = ratp("study", "status", *study)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         assert narrow(result.out)
         assert "finished" in result.out
 
     def test_a_run_in_several_rows_is_counted_once_and_that_is_told(self):
         same = '[[grid.variant]]\nname = "same"\nmethod = "ratp"\n'
         study_file(Path(), grid('methods = ["ratp", "tent"]') + same)
-        *rows, total, told = [line for line in ratp("study", "status", "tiny.toml").out.splitlines() if line.strip()]
+        *rows, total, note = [line for line in ratp("study", "status", "tiny.toml").out.splitlines() if line.strip()]
         assert sorted(row.split() for row in rows[-3:]) == [["ratp", "1"], ["same", "1"], ["tent", "1"]]
-        assert (total.split(), told) == (["2", "runs", "2"], "1 run is in several rows.")
+        assert (total.split(), note) == (["2", "runs", "2"], "1 run is in several rows.")
 
     def test_the_papers_studies_fit_a_terminal(self):
         file = Path(__file__).parents[2] / "configs" / "paper" / "stationary.toml"
@@ -265,7 +265,7 @@ class TestReport:
         shutil.rmtree(folders("made/runs", "*shot-2*")[0])
         result = ratp("study", "report", *study)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         assert Path("made/runs/report/index.html").exists()
         assert re.search(r"shot.*seed 2", result.out)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report is in nobody's way
@@ -552,14 +552,14 @@ class TestTerminal:
         assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
 
 
-def refused(*words, told=()):
+def assert_error(*words, expected=()):
     """Runs a command that must be refused as it is meant to be; returns its lines."""
     before = traces(Path())
     result = ratp("study", *words)
     assert (result.code, result.out) == (2, ""), result
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
     assert "Traceback" not in result.err
-    for part in told:
+    for part in expected:
         assert part in result.err, result.err
     assert traces(Path()) == before
     return result.err.splitlines()
@@ -571,7 +571,7 @@ DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
 class TestMistakes:
     @pytest.mark.parametrize("command", ["run", "status", "report"])
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ("", ["error: study.toml: it has no runs"]),
             ("[[grid]\n", ["study.toml is not valid TOML", "line 1"]),
@@ -582,16 +582,16 @@ class TestMistakes:
             (DIGITS + '[[grid.variant]]\nname = "[/x]"\nmethod = "[red]"', ["grid 1, [/x]: unknown method '[red]'"]),
         ],
     )
-    def test_in_the_file(self, command, text, told):
+    def test_in_the_file(self, command, text, expected):
         Path("study.toml").write_text(text)
-        (line,) = refused(command, "study.toml", told=told)
+        (line,) = assert_error(command, "study.toml", expected=expected)
         assert "study.toml" in line
 
     def test_all_come_at_once(self):
         Path("study.toml").write_text('titel = "x"\n' + DIGITS.replace("ratp", "rapt") + "seeds = [true, -1]\nset = 5")
-        lines = refused("run", "study.toml", "--device", "gpu", "--jobs", "many")
+        lines = assert_error("run", "study.toml", "--device", "gpu", "--jobs", "many")
         assert lines == ["error: --jobs takes auto or a number of runs, 1 or more, got 'many'; e.g. --jobs 4."]
-        lines = refused("run", "study.toml", "--device", "gpu", "--precision", "half")
+        lines = assert_error("run", "study.toml", "--device", "gpu", "--precision", "half")
         assert len(lines) == 7
         assert lines[0].startswith("error: unknown device 'gpu'")
         assert lines[1].startswith("error: unknown precision 'half'")
@@ -600,31 +600,35 @@ class TestMistakes:
     def test_no_file(self, command):
         Path("folder").mkdir()
         Path("latin.toml").write_bytes(b'title = "\xe9"')
-        refused(command, "nowhere.toml", told=["nowhere.toml", "No such file"])
-        refused(command, "folder", told=["folder", "Is a directory" if command == "run" else "holds no study"])
-        refused(command, "latin.toml", told=["latin.toml is not UTF-8 text"])
+        assert_error(command, "nowhere.toml", expected=["nowhere.toml", "No such file"])
+        assert_error(command, "folder", expected=["folder", "Is a directory" if command == "run" else "holds no study"])
+        assert_error(command, "latin.toml", expected=["latin.toml is not UTF-8 text"])
 
     def test_a_folder_of_another_study(self, study):
         study_file(Path("made"), FOUR, name="other.toml")
         for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
-            (line,) = refused(command, "made/other.toml", *study[1:], *options)
+            (line,) = assert_error(command, "made/other.toml", *study[1:], *options)
             assert line == "error: made/runs belongs to the study 'tiny', not to 'other'. Choose another with --out."
 
     def test_a_folder_with_other_files(self):
         study_file(Path(), FOUR)
         Path("photos").mkdir()
         Path("photos/a.jpg").write_text("mine")
-        refused("run", "tiny.toml", "--out", "photos", *OPTIONS, told=["photos holds other files (a.jpg)", "--out"])
+        assert_error(
+            "run", "tiny.toml", "--out", "photos", *OPTIONS, expected=["photos holds other files (a.jpg)", "--out"]
+        )
 
     @pytest.mark.parametrize("out", ["tiny.toml", "tiny.toml/x", "x" * 300])
     def test_a_folder_that_cannot_be(self, out):
         study_file(Path(), FOUR)
         for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
-            refused(command, "tiny.toml", "--out", out, *options, told=[f"cannot use {out} for a study", "--out"])
+            assert_error(
+                command, "tiny.toml", "--out", out, *options, expected=[f"cannot use {out} for a study", "--out"]
+            )
 
     def test_a_folder_that_cannot_be_made(self):
         study_file(Path(), FOUR)
-        refused("run", "tiny.toml", "--out", "/proc/ratp", *OPTIONS, told=["/proc/ratp", "--out"])
+        assert_error("run", "tiny.toml", "--out", "/proc/ratp", *OPTIONS, expected=["/proc/ratp", "--out"])
         assert states("tiny.toml", "--out", "/proc/ratp") == ["waiting"] * 4
 
     def test_a_folder_that_cannot_be_read(self, study, monkeypatch):
@@ -633,7 +637,7 @@ class TestMistakes:
 
         monkeypatch.setattr(Path, "iterdir", locked)
         for command in ("status", "report"):
-            (line,) = refused(command, *study)
+            (line,) = assert_error(command, *study)
             assert line == "error: cannot use made/runs for a study: Permission denied. Choose another with --out."
 
     @pytest.mark.parametrize("words", [["rnu"], ["run"], ["run", "a", "b"], ["status"], ["run", "a", "--sed", "1"]])
@@ -647,7 +651,7 @@ class TestMistakes:
         result = ratp("study", *words, "--help")
         assert result.code == 0
         assert "Usage: " in result.out
-        assert plain(result.out)
+        assert is_plain_text(result.out)
 
 
 class TestImages:
@@ -659,42 +663,44 @@ class TestImages:
     )
 
     @pytest.fixture
-    def made(self):
+    def made_study(self):
         for seed, name in enumerate(("ink", "mud")):
-            put(Path("yard") / name, images(count=3, seed=seed))
+            write_files(Path("yard") / name, image_files(count=3, seed=seed))
         words = [study_file(Path(), self.YARD), "--weights", "none"]
         assert ratp("study", "run", *words, *OPTIONS).code == 0
         return words
 
     @pytest.mark.slow
-    def test_runs_of_other_images_are_not_passed_off_as_these(self, made):
+    def test_runs_of_other_images_are_not_passed_off_as_these(self, made_study):
         folder = Path("runs/studies/tiny")
         before = traces(folder)
-        put(Path("yard/mud"), images(count=3, seed=7))
-        result = ratp("study", "run", *made, *OPTIONS)
+        write_files(Path("yard/mud"), image_files(count=3, seed=7))
+        result = ratp("study", "run", *made_study, *OPTIONS)
         assert (result.code, traces(folder)) == (2, before)
-        told = " ".join(result.err.split())
-        assert "made from other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in told
-        assert "those of mud). Bring those back, or make all runs anew in another folder with --out." in told
-        assert ratp("study", "run", *made, *OPTIONS, "--out", "new").code == 0
+        message = " ".join(result.err.split())
+        assert (
+            "made from other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in message
+        )
+        assert "those of mud). Bring those back, or make all runs anew in another folder with --out." in message
+        assert ratp("study", "run", *made_study, *OPTIONS, "--out", "new").code == 0
         assert len(folders("new")) == 2
-        put(Path("yard/mud"), images(count=3, seed=1))
-        assert "0 of 2 runs to execute" in ratp("study", "run", *made, *OPTIONS).err
+        write_files(Path("yard/mud"), image_files(count=3, seed=1))
+        assert "0 of 2 runs to execute" in ratp("study", "run", *made_study, *OPTIONS).err
 
     @pytest.mark.slow
-    def test_known_results_of_other_images_do_not_count(self, made):
-        known = [*made, "--out", "new", "--known", "runs/studies/tiny"]
-        put(Path("yard/mud"), images(count=3, seed=7))
+    def test_known_results_of_other_images_do_not_count(self, made_study):
+        known = [*made_study, "--out", "new", "--known", "runs/studies/tiny"]
+        write_files(Path("yard/mud"), image_files(count=3, seed=7))
         with pytest.warns(
             Note, match=r"2 runs, .*: what is known was made from other images of mud, and does not count"
         ):
             result = ratp("study", "run", *known, *OPTIONS)
         assert result.code == 0 and len(folders("new")) == 2
 
-    def test_where_images_are_not_at_hand_known_results_do(self, made):
+    def test_where_images_are_not_at_hand_known_results_do(self, made_study):
         for file in Path("yard/mud").rglob("*.png"):
             file.unlink()
-        result = ratp("study", "run", *made, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
+        result = ratp("study", "run", *made_study, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
         assert result.code == 0 and "0 of 2 runs to execute" in result.err
 
 
@@ -710,8 +716,8 @@ def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):
         return usual(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    told = " ".join(ratp("study", "status", file).err.split())
-    assert f"cannot read {closed}: Permission denied. Make it readable, or move it away" in told
+    message = " ".join(ratp("study", "status", file).err.split())
+    assert f"cannot read {closed}: Permission denied. Make it readable, or move it away" in message
 
 
 def test_grids_that_mean_different_things_by_a_name_are_told_apart():

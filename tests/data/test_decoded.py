@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_images import closed, pixels, png, put, real_data, small_domain, zipped
+from made_images import closed, make_small_domain, pixels, png, real_data, write_files, write_zip
 from PIL import Image
 
 from ratp._core import locks as file_lock
@@ -30,13 +30,13 @@ from ratp.data.domain import LabelledDomain
 from ratp.data.read.tree import ImageTree
 from ratp.errors import RatpError
 
-FILES = small_domain(("cat", "dog", "画像"), 4)
+FILES = make_small_domain(("cat", "dog", "画像"), 4)
 BAD = {"cat/0.png": b"", "cat/zz.jpg": b"<html>", "dog/1.png": png()[:-40]}
 
 
 @pytest.fixture
 def source(tmp_path):
-    return put(tmp_path / "photo", FILES)
+    return write_files(tmp_path / "photo", FILES)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ class TestOpening:
         assert is_same(open_decoded(source, 8, cache=cache), first)
 
     def test_neither_is_one_of_an_archive_wherever_it_lies(self, tmp_path, cache, no_reading):
-        path = zipped(tmp_path / "photo.zip", FILES)
+        path = write_zip(tmp_path / "photo.zip", FILES)
         first = open_decoded(path, 8, cache=cache)
         no_reading()
         (tmp_path / "moved").mkdir()
@@ -102,7 +102,7 @@ class TestOpening:
         assert torch.equal(first.images, second.images) and first.manifest.hash == second.manifest.hash
 
     def test_a_flat_domain(self, tmp_path, cache, no_reading):
-        put(tmp_path / "new", {"1.png": png(1), "2.png": png(2)})
+        write_files(tmp_path / "new", {"1.png": png(1), "2.png": png(2)})
         first = open_decoded(tmp_path / "new", 8, cache=cache)
         assert (first.class_names, first.class_index, len(first)) == (None, None, 2)
         no_reading()
@@ -119,10 +119,10 @@ class TestOpening:
         assert len(cache_entries(cache)) == 1
 
     def test_progress_is_told_only_if_there_is_work(self, source, cache):
-        told = []
+        reported = []
         for _ in range(2):
-            open_decoded(source, 8, cache=cache, progress=lambda *numbers: told.append(numbers))
-        assert told == [(12, 12)]
+            open_decoded(source, 8, cache=cache, progress=lambda *numbers: reported.append(numbers))
+        assert reported == [(12, 12)]
 
     def test_processes_make_no_difference(self, source, tmp_path, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
@@ -149,7 +149,7 @@ class TestOpening:
         image = Image.fromarray(pixels(4, 4)).resize((8, 8))
         image.save(tmp_path / "one.png")
         data = (tmp_path / "one.png").read_bytes()
-        path = zipped(tmp_path / "many.zip", {f"a/{k}.png": data for k in range(80)})
+        path = write_zip(tmp_path / "many.zip", {f"a/{k}.png": data for k in range(80)})
         open_decoded(path, 512, cache=cache)
 
         def resident():
@@ -165,7 +165,7 @@ class TestOpening:
 
 class TestBadImages:
     def test_by_default_they_stop_and_nothing_is_cached(self, source, cache):
-        put(source, BAD)
+        write_files(source, BAD)
         for _ in range(2):
             with pytest.raises(RatpError) as caught:
                 open_decoded(source, 8, cache=cache)
@@ -179,7 +179,7 @@ class TestBadImages:
         assert os.listdir(cache / "decoded") == []
 
     def test_of_many_twenty_are_named(self, tmp_path, cache):
-        put(tmp_path / "d", {f"a/{k:03}.png": b"" for k in range(50)})
+        write_files(tmp_path / "d", {f"a/{k:03}.png": b"" for k in range(50)})
         with pytest.raises(RatpError, match="50 bad among 50") as caught:
             open_decoded(tmp_path / "d", 8, cache=cache)
         assert len(str(caught.value).splitlines()) == 23
@@ -188,7 +188,7 @@ class TestBadImages:
     @pytest.mark.parametrize("workers", [1, 2])
     def test_skipped_ones_are_left_out_and_named(self, source, cache, no_reading, workers, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 3)
-        put(source, BAD)
+        write_files(source, BAD)
         first = open_decoded(source, (8, 9), cache=cache, on_bad="skip", workers=workers)
         good = {name: data for name, data in FILES.items() if name not in BAD}
         assert torch.equal(first.images, expected(good))
@@ -202,16 +202,16 @@ class TestBadImages:
             open_decoded(source, (8, 9), cache=cache)
 
     def test_the_last_files_may_be_the_bad_ones(self, tmp_path, cache):
-        put(tmp_path / "d", {"a/1.png": png(1), "a/2.png": b"", "b/3.png": b""})
+        write_files(tmp_path / "d", {"a/1.png": png(1), "a/2.png": b"", "b/3.png": b""})
         domain = open_decoded(tmp_path / "d", (8, 9), cache=cache, on_bad="skip")
         assert torch.equal(domain.images, expected({"a/1.png": png(1)}))
         assert domain.class_names == ("a", "b")
         assert cache_entries(cache)[0].images == 1
 
     def test_nothing_but_bad_files(self, tmp_path, cache):
-        put(tmp_path / "d", {"a/1.png": b"", "a/2.png": b""})
-        told = r"d has 2 images, none of them usable:\n  a/1\.png: empty \(0 bytes\)"
-        with pytest.raises(RatpError, match=told):
+        write_files(tmp_path / "d", {"a/1.png": b"", "a/2.png": b""})
+        expected = r"d has 2 images, none of them usable:\n  a/1\.png: empty \(0 bytes\)"
+        with pytest.raises(RatpError, match=expected):
             open_decoded(tmp_path / "d", 8, cache=cache, on_bad="skip")
 
     def test_a_folder_out_of_reach_stops_too(self, source, cache):
@@ -249,7 +249,7 @@ class TestBadImages:
 class TestChanges:
     def test_a_changed_source_is_decoded_again(self, source, cache):
         open_decoded(source, (8, 9), cache=cache)
-        put(source, {"cat/1.png": png(50)})
+        write_files(source, {"cat/1.png": png(50)})
         assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected({**FILES, "cat/1.png": png(50)}))
         (source / "dog").rename(source / "cow")
         assert open_decoded(source, (8, 9), cache=cache).class_names == ("cat", "cow", "画像")
@@ -257,14 +257,14 @@ class TestChanges:
     def test_what_is_ignored_is_looked_up_every_time(self, source, cache, no_reading):
         open_decoded(source, 8, cache=cache)
         no_reading()
-        put(source, {"notes.txt": b""})
+        write_files(source, {"notes.txt": b""})
         assert open_decoded(source, 8, cache=cache).manifest.ignored == ("notes.txt",)
 
     def test_what_is_passed_over_is_told_every_time(self, source, cache, no_reading):
-        put(source, {"cat/new.heic": b"", "dog/also.heic": b""})
-        told = f"{source.name}: 2 files skipped, unsupported format: .heic (2)"
+        write_files(source, {"cat/new.heic": b"", "dog/also.heic": b""})
+        expected = f"{source.name}: 2 files skipped, unsupported format: .heic (2)"
         (note,) = open_decoded(source, 8, cache=cache).notes
-        assert note.startswith(told)
+        assert note.startswith(expected)
         no_reading()
         assert open_decoded(source, 8, cache=cache).notes == (note,)
 
@@ -287,7 +287,7 @@ class TestChanges:
 
     def test_a_source_that_changes_meanwhile_is_refused(self, source, cache):
         def download(*_):
-            put(source, {"cat/new.png": png(9)})
+            write_files(source, {"cat/new.png": png(9)})
 
         with pytest.raises(RatpError, match="changed while it was being read"):
             open_decoded(source, 8, cache=cache, progress=download)
@@ -353,7 +353,9 @@ class TestDamage:
         (entry,) = cache_entries(cache)
         folder = cache / "decoded"
         (folder / f"{entry.key}.json").unlink()
-        put(folder, {f"{entry.key}.part-abc": bytes(99), f".{entry.key}.json.abc": b"{", f"{entry.key}.lock": b""})
+        write_files(
+            folder, {f"{entry.key}.part-abc": bytes(99), f".{entry.key}.json.abc": b"{", f"{entry.key}.lock": b""}
+        )
         open_decoded(source, (8, 9), cache=cache)
         assert sorted(os.listdir(folder)) == sorted(f"{entry.key}.{end}" for end in ("images", "json", "manifest.json"))
 
@@ -489,7 +491,7 @@ print(hashlib.sha256(domain.images.numpy()).hexdigest(), len(domain), domain.not
 class TestSeveralProcesses:
     @pytest.mark.slow
     def test_two_at_once_get_the_same(self, tmp_path, cache):
-        path = zipped(tmp_path / "d.zip", {f"a/{k}.png": png(k, 40, 40) for k in range(300)})
+        path = write_zip(tmp_path / "d.zip", {f"a/{k}.png": png(k, 40, 40) for k in range(300)})
         ready = [str(tmp_path / name) for name in ("one", "two")]
         started = [
             subprocess.Popen(
@@ -564,7 +566,7 @@ class TestEviction:
 
     def test_leftovers_go_before_entries(self, source, cache):
         entries = self.three(source, cache)
-        put(cache / "decoded", {"0123.part-xyz": bytes(50), ".4567.json.abc": b"{", "89ab.images": bytes(9)})
+        write_files(cache / "decoded", {"0123.part-xyz": bytes(50), ".4567.json.abc": b"{", "89ab.images": bytes(9)})
         removed = evict(cache, sum(entry.bytes for entry in entries))
         assert sorted(entry.key for entry in removed) == ["0123", "4567", "89ab"]
         assert cache_entries(cache) == entries

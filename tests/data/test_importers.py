@@ -64,7 +64,7 @@ def image_zip(path, members):
     return path
 
 
-def stored(path):
+def read_zip(path):
     """Of a canonical zip, by number: class, ending and bytes."""
     with zipfile.ZipFile(path) as archive:
         found = {}
@@ -78,7 +78,7 @@ def stored(path):
 
 def contents(path):
     """Of a canonical zip, by number: class and pixels."""
-    return {k: (label, np.asarray(Image.open(io.BytesIO(data)))) for k, (label, _, data) in stored(path).items()}
+    return {k: (label, np.asarray(Image.open(io.BytesIO(data)))) for k, (label, _, data) in read_zip(path).items()}
 
 
 def assert_holds(path, images, labels):
@@ -89,7 +89,7 @@ def assert_holds(path, images, labels):
         np.testing.assert_array_equal(found[k][1], image)
 
 
-def refused(tmp_path, match, name, *inputs, **options):
+def assert_error(tmp_path, match, name, *inputs, **options):
     out = tmp_path / "out"
     with pytest.raises(RatpError, match=match):
         import_domain(name, inputs, out, **options)
@@ -159,7 +159,7 @@ def test_progress(tmp_path, mnist):
 
 @pytest.mark.parametrize("name", ["", "..", ".x", "a/b", "a\\b", "c:d", "a\nb"])
 def test_names_that_are_no_names(tmp_path, mnist, name):
-    refused(tmp_path, "cannot be the name of a domain", name, *mnist)
+    assert_error(tmp_path, "cannot be the name of a domain", name, *mnist)
 
 
 def test_unwritable_folder(tmp_path, mnist):
@@ -169,11 +169,11 @@ def test_unwritable_folder(tmp_path, mnist):
 
 
 def test_number_of_images_can_be_demanded(tmp_path, mnist):
-    refused(tmp_path, r"should have 70,000 images, found 12", "mnist", *mnist, expected=70_000)
+    assert_error(tmp_path, r"should have 70,000 images, found 12", "mnist", *mnist, expected=70_000)
 
 
 def test_nothing_given(tmp_path):
-    refused(tmp_path, "nothing to import", "mnist")
+    assert_error(tmp_path, "nothing to import", "mnist")
 
 
 # --- idx
@@ -204,41 +204,43 @@ def test_folder_of_idx_files(tmp_path, mnist):
 @pytest.mark.parametrize("length", [3, 10, 15, 16, 17, 1000, -1])
 def test_truncated_idx(tmp_path, mnist, length):
     mnist[0].write_bytes(mnist[0].read_bytes()[:length])
-    refused(tmp_path, "train-images", "mnist", *mnist)
+    assert_error(tmp_path, "train-images", "mnist", *mnist)
 
 
 def test_idx_with_surplus(tmp_path, mnist):
     mnist[0].write_bytes(mnist[0].read_bytes() + b"!")
-    refused(tmp_path, r"8 × 28 × 28, 6,272 bytes, found more", "mnist", *mnist)
+    assert_error(tmp_path, r"8 × 28 × 28, 6,272 bytes, found more", "mnist", *mnist)
 
 
 def test_truncated_gzip(tmp_path, mnist):
     mnist[2].write_bytes(mnist[2].read_bytes()[:-20])
-    refused(tmp_path, r"t10k-images.* is damaged or truncated", "mnist", *mnist)
+    assert_error(tmp_path, r"t10k-images.* is damaged or truncated", "mnist", *mnist)
 
 
 def test_wrong_magic(tmp_path, mnist):
     mnist[0].write_bytes(b"\0\0\x0d\x03" + mnist[0].read_bytes()[4:])
-    refused(tmp_path, r"train-images.*cannot be imported: expected an idx.*found a file beginning", "mnist", *mnist)
+    assert_error(
+        tmp_path, r"train-images.*cannot be imported: expected an idx.*found a file beginning", "mnist", *mnist
+    )
 
 
 def test_idx_that_claims_too_much(tmp_path, mnist):
     mnist[0].write_bytes(b"\0\0\x08\x03" + b"\xff" * 12)
-    refused(tmp_path, "more than the 4,294,967,296 allowed", "mnist", *mnist)
+    assert_error(tmp_path, "more than the 4,294,967,296 allowed", "mnist", *mnist)
 
 
 def test_counts_that_do_not_match(tmp_path, mnist):
     mnist[1].write_bytes(idx(LABELS[:7]))
-    refused(tmp_path, r"8 images, and .*train-labels.* has 7 labels", "mnist", *mnist)
+    assert_error(tmp_path, r"8 images, and .*train-labels.* has 7 labels", "mnist", *mnist)
 
 
 def test_images_without_labels(tmp_path, mnist):
-    refused(tmp_path, r"found 2 of images .* and 1 of labels", "mnist", *mnist[:3])
+    assert_error(tmp_path, r"found 2 of images .* and 1 of labels", "mnist", *mnist[:3])
 
 
 def test_labels_out_of_range(tmp_path, mnist):
     mnist[1].write_bytes(idx(LABELS[:8] + 8))
-    refused(tmp_path, r"has the classes 0\.\.9, found 10, 11", "mnist", *mnist)
+    assert_error(tmp_path, r"has the classes 0\.\.9, found 10, 11", "mnist", *mnist)
     assert import_domain("letters", mnist[:2], tmp_path / "out").images["13"] == 1
 
 
@@ -313,14 +315,14 @@ def test_cells_of_usps(tmp_path, compressed):
     ],
 )
 def test_cells_that_are_not_what_they_should_be(tmp_path, images, labels, match):
-    refused(tmp_path, match, "usps", usps_cells(tmp_path / "x.mat", images, labels))
+    assert_error(tmp_path, match, "usps", usps_cells(tmp_path / "x.mat", images, labels))
 
 
 def test_cells_that_unpack_to_more_than_is_allowed(tmp_path, monkeypatch):
     path = usps_cells(tmp_path / "x.mat", np.zeros((12, 1, 400, 400)))
     assert path.stat().st_size < 20_000
     monkeypatch.setattr(matlab, "MOST_BYTES", 10_000_000)
-    refused(tmp_path, "holds more than the 10,000,000 bytes allowed", "usps", path)
+    assert_error(tmp_path, "holds more than the 10,000,000 bytes allowed", "usps", path)
 
 
 def test_damaged_cells(tmp_path):
@@ -333,15 +335,15 @@ def test_damaged_cells(tmp_path):
         (tmp_path / "x.mat").write_bytes(noisy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            refused(tmp_path, r"x\.mat", "usps", tmp_path / "x.mat")
+            assert_error(tmp_path, r"x\.mat", "usps", tmp_path / "x.mat")
 
 
 def test_no_more_than_asked_for(tmp_path, mnist):
-    whole = sorted(stored(import_domain("mnist", mnist, tmp_path / "whole").path).items())
+    whole = sorted(read_zip(import_domain("mnist", mnist, tmp_path / "whole").path).items())
     report = import_domain("mnist", mnist, tmp_path / "some", at_most=7)
     assert report.total == 7
     assert report.notes == ("7 of 12 images were chosen by chance.",)
-    some = [picture for _, picture in sorted(stored(report.path).items())]
+    some = [picture for _, picture in sorted(read_zip(report.path).items())]
     assert [picture for _, picture in whole if picture in some] == some  # in their order
     again = import_domain("mnist", mnist, tmp_path / "again", at_most=7)
     assert again.path.read_bytes() == report.path.read_bytes()
@@ -367,7 +369,7 @@ def test_no_more_than_asked_for(tmp_path, mnist):
 )
 def test_mat_that_is_not_what_it_should_be(tmp_path, data, match):
     savemat(tmp_path / "x.mat", data)
-    refused(tmp_path, match, "svhn", tmp_path / "x.mat")
+    assert_error(tmp_path, match, "svhn", tmp_path / "x.mat")
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -377,7 +379,7 @@ def test_damaged_mat(tmp_path, compressed):
     whole = path.read_bytes()
     for length in (128, 136, 200, 1000, len(whole) - 9):
         path.write_bytes(whole[:length])
-        refused(tmp_path, r"x\.mat", "svhn", path)
+        assert_error(tmp_path, r"x\.mat", "svhn", path)
     rng = np.random.default_rng(0)
     for _ in range(40):
         noisy = bytearray(whole)
@@ -398,7 +400,7 @@ def test_damaged_mat(tmp_path, compressed):
 def test_hdf5_without_h5py_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     (tmp_path / "usps.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
-    refused(
+    assert_error(
         tmp_path,
         r"usps\.h5 is an HDF5 file, and reading it needs h5py: pip install h5py$",
         "usps",
@@ -436,9 +438,9 @@ def test_hdf5_that_points_elsewhere(tmp_path):
     with h5py.File(path, "w") as file:
         file["X"] = h5py.ExternalLink("other.h5", "X")
         file["y"] = LABELS
-    refused(tmp_path, "array of numbers within the file", "svhn", path)
+    assert_error(tmp_path, "array of numbers within the file", "svhn", path)
     path.write_bytes(path.read_bytes()[:900])
-    refused(tmp_path, "not a readable HDF5 file", "svhn", path)
+    assert_error(tmp_path, "not a readable HDF5 file", "svhn", path)
 
 
 # --- libsvm
@@ -482,12 +484,12 @@ def test_libsvm_leaves_out_zeros(tmp_path):
 )
 def test_wrong_libsvm(tmp_path, text, match):
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(text))
-    refused(tmp_path, match, "usps", tmp_path / "usps.bz2")
+    assert_error(tmp_path, match, "usps", tmp_path / "usps.bz2")
 
 
 def test_truncated_bz2(tmp_path):
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(libsvm(GREY[:, :16, :16], LABELS))[:-30])
-    refused(tmp_path, r"usps\.bz2 is damaged or truncated", "usps", tmp_path / "usps.bz2")
+    assert_error(tmp_path, r"usps\.bz2 is damaged or truncated", "usps", tmp_path / "usps.bz2")
 
 
 # --- npz
@@ -549,7 +551,7 @@ def test_one_domain_of_several(tmp_path, form):
     report = import_domain("art_painting", [given], tmp_path / "out")
     assert_holds(report.path, COLOUR[1:3], ["dog", "elephant"])
     assert "2 of 4 files are not images in a class folder of art_painting" in report.notes[0]
-    refused(tmp_path / "x", r"several domains.*unknown domain 'cartoon'.*Art Painting, photo", "cartoon", given)
+    assert_error(tmp_path / "x", r"several domains.*unknown domain 'cartoon'.*Art Painting, photo", "cartoon", given)
 
 
 def test_classes_to_keep(tmp_path):
@@ -558,7 +560,7 @@ def test_classes_to_keep(tmp_path):
     report = import_domain("real", [given], tmp_path / "out", classes=DOMAINNET_10)
     assert list(report.images) == sorted(DOMAINNET_10)
     assert report.notes[-1] == "2 images of 2 other classes were left out."
-    refused(tmp_path / "x", r"unknown class 'zebras'\. Did you mean 'zebra'", "real", given, classes=["zebras"])
+    assert_error(tmp_path / "x", r"unknown class 'zebras'\. Did you mean 'zebra'", "real", given, classes=["zebras"])
 
 
 @FORMS
@@ -615,7 +617,7 @@ def test_mnist_m_as_released(tmp_path, inputs, count):
 def test_wrong_lists(tmp_path, text, match):
     root = mnist_m(tmp_path / "mnist_m")
     (root / "mnist_m_train_labels.txt").write_text(text)
-    refused(tmp_path, match, "mnist_m", root / "mnist_m_train", root / "mnist_m_train_labels.txt")
+    assert_error(tmp_path, match, "mnist_m", root / "mnist_m_train", root / "mnist_m_train_labels.txt")
 
 
 def test_lists_with_commas_and_names_with_spaces(tmp_path):
@@ -627,12 +629,12 @@ def test_lists_with_commas_and_names_with_spaces(tmp_path):
 
 def test_flat_folder_without_a_list(tmp_path):
     given = as_folder(tmp_path, {"1.png": png(GREY[0]), "2.png": png(GREY[1])})
-    refused(tmp_path, r"no class folders.*Also give the list of their labels", "mnist", given)
+    assert_error(tmp_path, r"no class folders.*Also give the list of their labels", "mnist", given)
 
 
 def test_digits_are_digits(tmp_path):
     given = as_folder(tmp_path, {"cat/1.png": png(GREY[0]), "1/2.png": png(GREY[1])})
-    refused(tmp_path, r"'usps' has the classes 0\.\.9, found cat", "usps", given)
+    assert_error(tmp_path, r"'usps' has the classes 0\.\.9, found cat", "usps", given)
 
 
 @pytest.mark.parametrize("name", ["画像", "naïve ü", "x" * 200])
@@ -669,7 +671,7 @@ def test_image_files_are_kept_as_they_are(tmp_path, form):
         "a/7.gif": png(GREY[0], "GIF"),
         "a/8.pgm": png(GREY[0], "PPM"),
     }
-    found = stored(import_domain("own", [form(tmp_path, files)], tmp_path / "out").path)
+    found = read_zip(import_domain("own", [form(tmp_path, files)], tmp_path / "out").path)
     assert [(ending, data) for _, ending, data in (found[k] for k in range(8))] == [
         (name[3:], data) for name, data in files.items()
     ]
@@ -677,7 +679,7 @@ def test_image_files_are_kept_as_they_are(tmp_path, form):
 
 def test_endings_follow_the_content(tmp_path):
     files = {"a/1.png": png(COLOUR[0], "JPEG"), "a/2.JPG": png(COLOUR[1], "JPEG"), "a/3.jpeg": png(COLOUR[2], "WEBP")}
-    found = stored(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path)
+    found = read_zip(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path)
     assert [ending for _, ending, _ in found.values()] == [".jpg", ".jpg", ".webp"]
     assert [data for _, _, data in found.values()] == list(files.values())
 
@@ -727,20 +729,20 @@ def test_bad_images_are_left_out_when_asked(tmp_path, form):
 
 def test_only_bad_images(tmp_path):
     given = as_folder(tmp_path, bad_images())
-    refused(tmp_path, "6 of 6 images", "photo", given, on_bad_image="skip")
+    assert_error(tmp_path, "6 of 6 images", "photo", given, on_bad_image="skip")
 
 
 def test_enormous_image(tmp_path):
     file = io.BytesIO()
     Image.new("1", (20_000, 6_000)).save(file, "PNG")
     given = as_folder(tmp_path, {"dog/huge.png": file.getvalue()})
-    refused(tmp_path, r"huge\.png: too many pixels: 20,000×6,000, at most 100 million", "photo", given)
+    assert_error(tmp_path, r"huge\.png: too many pixels: 20,000×6,000, at most 100 million", "photo", given)
 
 
 def test_special_file(tmp_path):
     given = as_folder(tmp_path, {"dog/1.png": png(COLOUR[0])})
     os.mkfifo(given / "dog" / "pipe.png")
-    refused(tmp_path, r"pipe\.png: is a pipe or a device", "photo", given)
+    assert_error(tmp_path, r"pipe\.png: is a pipe or a device", "photo", given)
 
 
 # --- hostile and foreign files
@@ -751,33 +753,33 @@ def test_special_file(tmp_path):
 )
 def test_zip_that_leads_out(tmp_path, name):
     given = image_zip(tmp_path / "evil.zip", {"dog/1.png": png(COLOUR[0]), name: png(COLOUR[1])})
-    refused(tmp_path, r"evil\.zip is refused", "photo", given)
+    assert_error(tmp_path, r"evil\.zip is refused", "photo", given)
 
 
 def test_zip_with_a_link(tmp_path):
     info = zipfile.ZipInfo("dog/1.png")
     info.external_attr = 0o120777 << 16
-    refused(tmp_path, "a link instead of a file", "photo", image_zip(tmp_path / "x.zip", {info: b"/etc/hostname"}))
+    assert_error(tmp_path, "a link instead of a file", "photo", image_zip(tmp_path / "x.zip", {info: b"/etc/hostname"}))
 
 
 def test_zip_with_one_name_twice(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("dog/1.png", png(COLOUR[0]))
         archive.writestr("dog//1.png", png(COLOUR[1]))
-    refused(tmp_path, "the same name twice", "photo", tmp_path / "x.zip")
+    assert_error(tmp_path, "the same name twice", "photo", tmp_path / "x.zip")
 
 
 def test_damaged_zip(tmp_path):
     path = image_zip(tmp_path / "x.zip", {f"dog/{k}.png": png(COLOUR[k]) for k in range(5)})
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    refused(tmp_path, r"x\.zip is not a readable zip file", "photo", path)
+    assert_error(tmp_path, r"x\.zip is not a readable zip file", "photo", path)
     path.write_bytes(whole[:100] + b"!" + whole[101:])
-    refused(tmp_path, r"1 of 5 images .*\n.*dog/0\.png: damaged in the archive", "photo", path)
+    assert_error(tmp_path, r"1 of 5 images .*\n.*dog/0\.png: damaged in the archive", "photo", path)
 
 
 def test_empty_zip(tmp_path):
-    refused(tmp_path, "holds no images", "photo", image_zip(tmp_path / "x.zip", {}))
+    assert_error(tmp_path, "holds no images", "photo", image_zip(tmp_path / "x.zip", {}))
 
 
 def test_pickles_are_never_read(tmp_path):
@@ -801,7 +803,7 @@ def test_pickles_are_never_read(tmp_path):
         "x.npz": "never pickled objects",
         "x.pt": "holds pickled objects",
     }.items():
-        refused(tmp_path, match, "mnist", tmp_path / name)
+        assert_error(tmp_path, match, "mnist", tmp_path / name)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -819,16 +821,16 @@ def test_pickles_are_never_read(tmp_path):
 )
 def test_foreign_files(tmp_path, data, match):
     (tmp_path / "file").write_bytes(data)
-    refused(tmp_path, match, "mnist", tmp_path / "file")
+    assert_error(tmp_path, match, "mnist", tmp_path / "file")
 
 
 def test_missing_file(tmp_path):
-    refused(tmp_path, "cannot read .*gone: No such file", "mnist", tmp_path / "gone")
+    assert_error(tmp_path, "cannot read .*gone: No such file", "mnist", tmp_path / "gone")
 
 
 def test_zip_around_a_mat(tmp_path):
     given = image_zip(tmp_path / "SynthDigits.zip", {"synth_train_32x32.mat": b"x"})
-    refused(tmp_path, r"holds synth_train_32x32\.mat: unpack it first", "syn", given)
+    assert_error(tmp_path, r"holds synth_train_32x32\.mat: unpack it first", "syn", given)
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\0\0\x08\x03", b"MATLAB 5.0 MAT-file", b"BZh9", b"PK\x03\x04"]))
@@ -939,7 +941,7 @@ def test_what_a_name_means(name, data, domains):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("sketch", "'sketch' is a domain of 2 data sets. Write pacs/sketch or domainnet/sketch."),
         ("mnits", "unknown data set or domain 'mnits'. Did you mean 'mnist'?"),
@@ -948,10 +950,10 @@ def test_what_a_name_means(name, data, domains):
         ("", "unknown data set or domain ''"),
     ],
 )
-def test_a_name_that_means_nothing_or_too_much(name, told):
+def test_a_name_that_means_nothing_or_too_much(name, expected):
     with pytest.raises(RatpError) as caught:
         find_sources(name)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize(("data", "domain"), [("digits", "syn"), ("digits", "mnist_m"), ("pacs", "photo")])

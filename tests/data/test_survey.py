@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from made_images import closed, put, small_domain, zipped
+from made_images import closed, make_small_domain, write_files, write_zip
 
 from ratp.data.read.layout import find_domains
 from ratp.data.read.tree import open_tree
@@ -14,7 +14,7 @@ from ratp.errors import RatpError
 
 def layout(root, *names):
     """Empty files of these names."""
-    return put(root, dict.fromkeys(names, b"x"))
+    return write_files(root, dict.fromkeys(names, b"x"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path, files, domains, m
 
 
 def test_a_zip_is_a_domain_whatever_is_in_it(tmp_path):
-    path = zipped(tmp_path / "x.zip", small_domain())
+    path = write_zip(tmp_path / "x.zip", make_small_domain())
     assert find_domains(path) == (path,)
 
 

@@ -24,7 +24,7 @@ import ratp.executors.pool as pool
 import ratp.executors.process as process_module
 import ratp.executors.worker as worker
 from helpers import TINY, files_of, journal_of, no_processes, ratp, toy_plan
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp._core.environment import find_devices
 from ratp.errors import ConfigError
 from ratp.executors.local import run_all
@@ -78,7 +78,7 @@ def undisturbed(tmp_path_factory):
     """A study of five runs, made on one device, one after the other."""
     folder = tmp_path_factory.mktemp("gate")
     for seed, name in enumerate(("ink", "mud", "fog")):
-        put(folder / "pictures" / name, images(count=4, seed=seed))
+        write_files(folder / "pictures" / name, image_files(count=4, seed=seed))
     (folder / "gate.py").write_text(GATE)
     sizes = {**TINY, "steps": 4, "size": 32}
     settings = ", ".join(f'"{name}" = {value}' for name, value in sizes.items())
@@ -144,11 +144,11 @@ def run_on_two(path, place="out", **how):
     """Makes a study on two devices, or goes on with it; tells what became of its runs, by seed."""
     study = read_study(path, Path(place), RunRequest(device="cpu"))
     study.claim()
-    ends, told = {}, how.pop("on_end", lambda ends: None)
+    ends, on_end = {}, how.pop("on_end", lambda ends: None)
 
     def end(entry, result):
         ends[entry.plan.seed] = result
-        told(ends)
+        on_end(ends)
 
     run_study(study, on=find_executor(devices=find_devices("cpu,cpu")), on_end=end, **how)
     return ends
@@ -201,12 +201,12 @@ class TestSharing:
 
     def test_a_plan_made_by_hand_is_run_here(self, tmp_path):
         runs = [Run(replace(toy_plan(seed=seed), request=None), tmp_path / str(seed)) for seed in (1, 2)]
-        told = set()
+        reported = set()
         records = run_all(
-            runs, devices=[CPU, CPU], at_once=1, on_event=lambda run, event: told.add(threading.get_ident())
+            runs, devices=[CPU, CPU], at_once=1, on_event=lambda run, event: reported.add(threading.get_ident())
         )
         assert all(record.matrix.complete for record in records)
-        assert told == {threading.get_ident()}
+        assert reported == {threading.get_ident()}
 
     def test_places(self, tmp_path, monkeypatch):
         """No more lanes than runs, as many on each device; those on the processor share its cores."""
@@ -260,7 +260,7 @@ class TestTrouble:
         study = read_study(gate, Path("out"), RunRequest(device="cpu"))
         study.claim()
         mine = study.entries[4].folder
-        put(mine, {"thesis.txt": b"mine"})
+        write_files(mine, {"thesis.txt": b"mine"})
         hold(2)
         with pytest.warns(RetryWarning, match=r"exit code 1") as notes:
             ends = run_on_two(gate, at_once=1, on_end=lambda ends: let_go() if len(ends) == 4 else None)
@@ -443,7 +443,7 @@ class TestDevices:
             assert find_devices(names) == ()
 
     @pytest.mark.parametrize(
-        ("names", "told"),
+        ("names", "expected"),
         [
             ("cuda:0,cuda:7", ["device 'cuda:7' is not available: 3 CUDA device(s) found. Use cpu or auto."]),
             ("cpu,", ["the devices 'cpu,' have an empty place among them: name every one, e.g. cuda:0,cuda:1."]),
@@ -453,11 +453,11 @@ class TestDevices:
             ("cuda:0,cuda:1", ["cuda:0 in tf32 and cuda:1 in fp32: choose some of a kind, or --precision fp32."]),
         ],
     )
-    def test_wrong_ones(self, names, told):
+    def test_wrong_ones(self, names, expected):
         with pytest.raises(ConfigError) as caught:
             find_devices(names)
-        assert len(caught.value.problems) == len(told)
-        for problem, part in zip(caught.value.problems, told, strict=True):
+        assert len(caught.value.problems) == len(expected)
+        for problem, part in zip(caught.value.problems, expected, strict=True):
             assert part in problem
 
     @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def four(tmp_path_factory, here):
 
 
 @pytest.fixture
-def frail(tmp_path):
+def frail_method(tmp_path):
     """The file of a method that kills its process on a domain for every mark there is; and where to put marks."""
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -124,7 +124,7 @@ def frail(tmp_path):
     return path, marks
 
 
-def claimed(path, folder):
+def claim(path, folder):
     study = read_study(path, folder, BASE)
     study.claim()
     return study
@@ -161,7 +161,7 @@ def all_idle():
 class TestResults:
     def test_are_those_of_this_machine(self, four, cluster, on_workers, tmp_path):
         events, ends = {}, []
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         on_workers(
             study,
             on_event=lambda run, event: events.setdefault(run.folder.name, []).append(event),
@@ -188,7 +188,7 @@ class TestResults:
 
     def test_one_at_a_time(self, four, on_workers, tmp_path):
         seen = []
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[2:])
         on_workers(study, at_once=1, on_event=lambda run, event: seen.append(run.folder.name))
         assert [name for k, name in enumerate(seen) if seen[:k][-1:] != [name]] == [e.name for e in study.entries]
@@ -196,7 +196,7 @@ class TestResults:
     def test_a_cluster_without_what_it_takes(self, four, on_workers, monkeypatch, tmp_path):
         """One run is sent nevertheless: it may come."""
         monkeypatch.setattr(on_ray, "_needs", lambda run: {"CPU": 1.0, "TPU": 1.0})
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[2:3])
         with pytest.warns(RoomWarning, match="has no TPU"):
             on_workers(study)
@@ -205,10 +205,10 @@ class TestResults:
 
 @pytest.mark.slow
 class TestDeaths:
-    def test_a_run_goes_on_after_its_last_stage(self, frail, here, on_workers, monkeypatch, tmp_path):
+    def test_a_run_goes_on_after_its_last_stage(self, frail_method, here, on_workers, monkeypatch, tmp_path):
         """One death is one too many at first; then one is allowed, and every finished stage allows another."""
-        path, marks = frail
-        study = claimed(path, tmp_path / "runs")
+        path, marks = frail_method
+        study = claim(path, tmp_path / "runs")
         (entry,) = study.entries
         monkeypatch.setattr(on_ray, "MOST_RETRIES", 0)
         (marks / f"{entry.plan.order[1]}-1").touch()
@@ -231,7 +231,7 @@ class TestDeaths:
         monkeypatch.setattr(on_ray, "_answers", lambda place: False)
         monkeypatch.setattr(on_ray, "LOOK_EVERY", 0.0)
         monkeypatch.setattr(on_ray, "MOST_AWAY", 0.0)
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         with pytest.raises(RatpError, match=r"no longer answers\. Finished stages are kept"):
             on_workers(study)
         assert "running" not in study.states().values()
@@ -249,7 +249,7 @@ class TestInterruption:
 
         for folder in cluster.glob(f"{WORKPLACE}*"):
             shutil.rmtree(folder, ignore_errors=True)  # the worker may be at it, too
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         with pytest.raises(KeyboardInterrupt):
             on_workers(study, on_event=interrupt)
         states = [*study.states().values()]
@@ -289,7 +289,7 @@ class TestInterruption:
         wait_until(all_idle)
 
     def test_a_checkpoint_made_here_is_used_there(self, four, on_workers, tmp_path):
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[:1])
         (entry,) = study.entries
         events = Run(entry.plan, entry.folder).events()
@@ -311,7 +311,7 @@ class TestFailures:
         lost = f'{{ name = "lost", method = "{tmp_path / "wrong.py"}" }}'
         wild = '{ name = "wild", method = "source-only", set = { lr = 1e30 } }'
         path = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1]", f"variant = [{lost}, {wild}]"))
-        study = claimed(path, tmp_path / "runs")
+        study = claim(path, tmp_path / "runs")
         results = {}
         on_workers(study, on_end=lambda entry, result: results.setdefault(entry.rows[0].label, []).append(result))
         assert [*study.states().values()] == ["finished", "failed", "failed"]
@@ -364,7 +364,7 @@ class TestFailures:
             write_bytes(path, data)
 
         monkeypatch.setattr(ray_worker, "write_bytes", write)
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[1:3])
         on_workers(study)
         assert [*study.states().values()] == ["failed", "finished"]
@@ -442,7 +442,7 @@ def test_folders_of_dead_workers_are_removed(four, monkeypatch, tmp_path):
 class TestChecks:
     """Before anything is written."""
 
-    def refused(self, tmp_path, *options):
+    def assert_error(self, tmp_path, *options):
         path = study_file(tmp_path, GRID)
         done = ratp("study", "run", path, "--out", tmp_path / "runs", *options)
         assert (done.code, done.out) == (2, "")
@@ -453,19 +453,19 @@ class TestChecks:
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(ConfigError, match=r"pip install ratp\[ray\]"):
             find_executor("ray")
-        assert "pip install ratp[ray]" in self.refused(tmp_path, "--on", "ray")
+        assert "pip install ratp[ray]" in self.assert_error(tmp_path, "--on", "ray")
         assert find_executor() is run_all
 
     def test_a_typing_mistake(self, tmp_path):
-        told = self.refused(tmp_path, "--on", "rai", "--jobs", "many")
-        assert "unknown place to run on 'rai'. Did you mean 'ray'?" in told
-        assert "--jobs takes auto" in told
+        message = self.assert_error(tmp_path, "--on", "rai", "--jobs", "many")
+        assert "unknown place to run on 'rai'. Did you mean 'ray'?" in message
+        assert "--jobs takes auto" in message
 
     def test_addresses(self, monkeypatch, tmp_path):
-        assert "needs --on ray" in self.refused(tmp_path, "--ray-address", "auto")
-        assert "HOST:PORT" in self.refused(tmp_path, "--on", "ray", "--ray-address", "nonsense")
+        assert "needs --on ray" in self.assert_error(tmp_path, "--ray-address", "auto")
+        assert "HOST:PORT" in self.assert_error(tmp_path, "--on", "ray", "--ray-address", "nonsense")
         monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:1")
-        assert "clients of Ray" in self.refused(tmp_path, "--on", "ray")
+        assert "clients of Ray" in self.assert_error(tmp_path, "--on", "ray")
 
     def test_nobody_answers(self, monkeypatch, tmp_path):
         monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -20,7 +20,7 @@ import torch
 import ratp.executors.lanes as lanes
 import ratp.executors.local as side_by_side
 from helpers import TINY, accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domains, toy_plan
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.executors.local import default_at_once, run_all
 from ratp.executors.pool import RetryWarning
@@ -42,7 +42,7 @@ def pictures(tmp_path_factory):
     """A small stream of files, which another process can load."""
     folder = tmp_path_factory.mktemp("pictures")
     for seed, name in enumerate(("ink", "mud", "fog")):
-        put(folder / name, images(count=6, seed=seed))
+        write_files(folder / name, image_files(count=6, seed=seed))
     return folder
 
 
@@ -113,10 +113,10 @@ class TestProcesses:
 
     @pytest.mark.slow
     def test_what_happens_is_told_as_it_is_told_here(self, plan_of, tmp_path):
-        told, threads = {}, set()
+        events, threads = {}, set()
 
         def listen(run, event):
-            told.setdefault(run.folder.name, []).append(event)
+            events.setdefault(run.folder.name, []).append(event)
             threads.add(threading.get_ident())
 
         runs = [Run(plan_of(seed=seed), tmp_path / str(seed), probe=True) for seed in (1, 2)]
@@ -127,11 +127,11 @@ class TestProcesses:
                 (event, dict(event.tick.means) if isinstance(event, Trained) else None)
                 for event in Run(plan_of(seed=seed), tmp_path / f"alone-{seed}", probe=True).events()
             ]
-            untrained = [kind for kind in kinds(told[str(seed)]) if kind != "Trained"]
+            untrained = [kind for kind in kinds(events[str(seed)]) if kind != "Trained"]
             assert untrained == [kind for kind in kinds(event for event, _ in alone) if kind != "Trained"]
-            made = [event.tick.made for event in told[str(seed)] if isinstance(event, Trained)]
+            made = [event.tick.made for event in events[str(seed)] if isinstance(event, Trained)]
             assert sum(made) == sum(event.tick.made for event, _ in alone if isinstance(event, Trained))
-            for there, here, means in paired(told[str(seed)], alone):
+            for there, here, means in paired(events[str(seed)], alone):
                 if isinstance(here, StageStarted | Probed):
                     assert there == here
                 elif isinstance(here, StageFinished):
@@ -214,7 +214,7 @@ class TestProcesses:
     @pytest.mark.slow
     def test_a_plan_made_by_hand_is_run_here(self, plan_of, tmp_path):
         """Its request says something else, and its images are nowhere but in this process; or they have changed."""
-        told = []
+        reported = []
         runs = [
             Run(toy_plan(), tmp_path / "toy"),
             Run(plan_of(), tmp_path / "files"),
@@ -224,10 +224,10 @@ class TestProcesses:
         runs.append(Run(plan_of(seed=5), tmp_path / "changed"))
         runs[3].config = {**runs[3].config, "data": {}}
         runs[3].config["fingerprint"] = fingerprint_of(runs[3].config)
-        records = run_all(runs, at_once=2, on_event=lambda run, event: told.append((run, threading.get_ident())))
+        records = run_all(runs, at_once=2, on_event=lambda run, event: reported.append((run, threading.get_ident())))
         assert [record.config["stream"] for record in records[:3]] == ["toy", runs[1].plan.spec.name, "toy"]
         assert records[3].config["data"] == {}
-        assert {run for run, thread in told if thread == threading.get_ident()} == {runs[0], runs[2], runs[3]}
+        assert {run for run, thread in reported if thread == threading.get_ident()} == {runs[0], runs[2], runs[3]}
         Run(toy_plan(), tmp_path / "alone").execute()
         assert_same_result(tmp_path / "toy", tmp_path / "alone")
 

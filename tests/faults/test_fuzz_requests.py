@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from warm import attempt
 
 from helpers import CLASSES, TINY, toy_plan
-from own_images import encoded, picture
+from own_images import encode, make_picture
 from ratp.config import as_dict
 from ratp.runs.plan import resolve
 from ratp.runs.request import RunRequest
@@ -63,7 +63,7 @@ def test_any_study_file(tmp_path, cuts):
     assert study.entries if study else "study.toml" in error
 
 
-PICTURE = encoded(picture(0, 1, side=8))
+PICTURE = encode(make_picture(0, 1, side=8))
 CONTENTS = {"image": PICTURE, "cut": PICTURE[:40], "empty": b"", "page": b"<html>", "zip": b"PK\x03\x04"}
 parts = st.sampled_from([*CLASSES, ".", "..x", ".hidden", "画像", "naïve ü", "A", "a", "x" * 120, "con", "-rf", "[/b]"])
 names = st.lists(parts, min_size=0, max_size=3)

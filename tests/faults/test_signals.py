@@ -31,7 +31,7 @@ def rarely(command):
 
 @pytest.mark.faults(18, "SIGTERM and Ctrl-C keep the step a run was at, exit with 143 and 130, and say how to go on")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_in_the_middle_of_a_stage(warm, command, untouched, number, tmp_path):
+def test_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
     folder = tmp_path / "run"
     process = warm.start(*rarely(command), "--out", folder)
     journal, started = folder / "journal.jsonl", time.monotonic()
@@ -46,22 +46,22 @@ def test_in_the_middle_of_a_stage(warm, command, untouched, number, tmp_path):
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
     assert journal_of(folder, "stage_resumed")[0]["done"] >= 3
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.mark.faults(18, "stopped at any moment, while it starts too, a run ends without a traceback and can go on")
-def test_at_any_moment(warm, command, untouched, tmp_path):
+def test_at_any_moment(warm, command, undisturbed, tmp_path):
     chance, folder = random.Random(4), tmp_path / "run"
     for number in (signal.SIGINT, signal.SIGTERM) * 6:
         process = warm.start(*rarely(command), "--out", folder)
-        time.sleep(untouched.seconds * chance.uniform(0.0, 0.3))
+        time.sleep(undisturbed.seconds * chance.uniform(0.0, 0.3))
         process.kill(number)
         ended = process.wait()
         assert ended.code in (128 + number, -number, 0), ended  # before anything was begun, the system ends it
         assert "Traceback" not in ended.err, ended
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.mark.faults(18, "SIGTERM to all processes of a program, as systemd and Slurm send it, stops all runs at a step")

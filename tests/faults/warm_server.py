@@ -141,11 +141,11 @@ def serve():
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         job = json.loads(line)
-        answer = ended(job["wait"]) if "wait" in job else fork(job)
+        answer = wait_for_exit(job["wait"]) if "wait" in job else fork(job)
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def ended(child):
+def wait_for_exit(child):
     """Waits for a fork; returns its exit code, or the signal that ended it, negative."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

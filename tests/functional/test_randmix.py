@@ -37,13 +37,13 @@ def batch(count=3, size=20, seed=1):
     return torch.randn(count, 3, size, size, generator=generator(seed))
 
 
-def plain(value):
+def as_double(value):
     """The random numbers of a draw in double precision."""
     if isinstance(value, torch.Tensor):
         return value if value.dtype == torch.bool else value.double()
     if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
-    return None if value is None else SimpleNamespace(**{name: plain(item) for name, item in vars(value).items()})
+        return tuple(as_double(item) for item in value)
+    return None if value is None else SimpleNamespace(**{name: as_double(item) for name, item in vars(value).items()})
 
 
 class TestAgainstReference:
@@ -70,14 +70,14 @@ class TestAgainstReference:
         randmix, images = make(**switches), batch()
         draw = randmix.draw(images.shape, generator(5))
         assert draw.weights.sum(dim=1).abs().min() > 0.1
-        expected = reference.randmix(images.double(), plain(draw), randmix.config, MEAN.double(), STD.double())
+        expected = reference.randmix(images.double(), as_double(draw), randmix.config, MEAN.double(), STD.double())
         torch.testing.assert_close(randmix.apply(images, draw).double(), expected, rtol=1e-3, atol=1e-4)
 
     @VARIANTS
     def test_output_agrees_for_images_higher_than_wide(self, variant):
         randmix, images = make(kernel_sizes=(1, 6), **variant), batch(2)[:, :, :, :13]
         draw = randmix.draw(images.shape, generator(6))
-        expected = reference.randmix(images.double(), plain(draw), randmix.config, MEAN.double(), STD.double())
+        expected = reference.randmix(images.double(), as_double(draw), randmix.config, MEAN.double(), STD.double())
         torch.testing.assert_close(randmix.apply(images, draw).double(), expected, rtol=1e-3, atol=1e-4)
 
     def test_the_image_alone_comes_out_squashed_and_normalised(self):

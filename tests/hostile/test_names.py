@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from helpers import ratp
-from own_images import OPTIONS, images, put, zipped
+from own_images import OPTIONS, image_files, write_files, write_zip
 from ratp.cli.console import PlainConsole, stdout
 from ratp.errors import Note, print_plainly, printable
 from ratp.runs.record import read_run
@@ -44,8 +44,8 @@ def assert_no_markup(page):
 def test_classes_domains_and_files_of_own_images(here):
     """From the folders of a user to the page: what was a name is still only that."""
     names = ("<b>x</b>", f"{ORDERS}&amp;")
-    put(here / "<i>day", images(names, count=4))
-    put(here / f"night{ORDERS.replace('/', '')}", images(names, count=4, seed=1))
+    write_files(here / "<i>day", image_files(names, count=4))
+    write_files(here / f"night{ORDERS.replace('/', '')}", image_files(names, count=4, seed=1))
     targets = f"night{ORDERS}"
     shown = ratp("run", "folders", "--source", "<i>day", "--targets", targets, *OPTIONS, "--method", "source-only",
                  "--weights", "none", "--out", "out", "--features")  # fmt: skip
@@ -139,9 +139,9 @@ OPENED = (
 @pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "a/../../outside.png", "C:\\outside.png"])
 @pytest.mark.parametrize("words", OPENED)
 def test_members_that_lead_out(name, words, here):
-    pictures = images()
+    pictures = image_files()
     for zip_ in ("in.zip", "in2.zip"):
-        zipped(here / zip_, {**pictures, name: next(iter(pictures.values()))})
+        write_zip(here / zip_, {**pictures, name: next(iter(pictures.values()))})
     result = ratp(*words)
     assert result.code in (1, 2), result
     assert "Traceback" not in result.err

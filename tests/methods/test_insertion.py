@@ -37,7 +37,7 @@ def network(backbone="dtn", width=0.25, side=32):
         return Network(NetworkConfig(backbone, width, 12, 6), 4, (side, side))
 
 
-def images(count=4, side=32):
+def make_images(count=4, side=32):
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1))
 
 
@@ -47,7 +47,7 @@ CASES = {"dtn": (0.25, 32, (1, 2, 3)), "resnet18": (1.0, 64, (1, 2, 3))}
 @pytest.fixture(params=CASES)
 def case(request):
     width, side, blocks = CASES[request.param]
-    return network(request.param, width, side), images(side=side), blocks
+    return network(request.param, width, side), make_images(side=side), blocks
 
 
 def test_tensors_keep_their_names_and_values(case):
@@ -84,7 +84,7 @@ def test_what_they_do_counts(case):
 
 
 def test_the_last_block_of_dtn_is_what_the_bottleneck_sees():
-    net, x = network(), images()
+    net, x = network(), make_images()
     net.eval()
     before = net.features(x)
     insert_after(net, (3,), "twice", Doubler)
@@ -129,7 +129,7 @@ def test_the_mode_is_the_networks_and_nothing_else_changes(case):
 
 
 def test_two_kinds_can_follow_a_block():
-    net, x = network(), images()
+    net, x = network(), make_images()
     net.eval()
     before = net.features(x)
     insert_after(net, (3,), "one", Doubler)

@@ -11,7 +11,7 @@ from ratp.runs.run import Run
 METHODS = ["efdm", "pcl", "snr"]
 
 
-def built(method, **changes):
+def build_method(method, **changes):
     made, source, targets = toy_method(toy_plan(method, changes=changes))
     made.fit_source(source)
     return made, targets[0].unlabelled()
@@ -19,7 +19,7 @@ def built(method, **changes):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_are_refreshed_when_it_is_time(method):
-    made, target = built(method, refresh=2)
+    made, target = build_method(method, refresh=2)
     (phase,) = made.target_phases(target)
     labels = phase.batches.labels
     labelled = ["labels_changed" in phase.begin_epoch(epoch) for epoch in range(5)]
@@ -29,7 +29,7 @@ def test_labels_are_refreshed_when_it_is_time(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_last_labels_go_to_the_memory(method):
-    made, target = built(method)
+    made, target = build_method(method)
     (phase,) = made.target_phases(target)
     phase.begin()
     phase.begin_epoch(0)
@@ -45,7 +45,7 @@ def test_the_last_labels_go_to_the_memory(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_draws_from_the_listed_generators_only(method):
     """A second phase with its generators set to the first one's states makes the same step; torch's own stays."""
-    made, target = built(method)
+    made, target = build_method(method)
     (phase,) = made.target_phases(target)
     assert phase.captures
     phase.begin()
@@ -69,7 +69,7 @@ def test_a_step_draws_from_the_listed_generators_only(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_epochs_and_steps_are_the_recipes(method):
-    made, target = built(method)
+    made, target = build_method(method)
     (phase,) = made.target_phases(target)
     assert (phase.name, phase.epochs, phase.steps) == ("target", TINY["epochs"], TINY["steps"])
 

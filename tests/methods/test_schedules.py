@@ -7,7 +7,7 @@ import pytest
 from ratp.config import switches
 from ratp.functional.optim import StageSGD
 from ratp.methods import METHODS
-from source_free_checks import built
+from source_free_checks import build_method
 
 STEPS = 5
 FALLING = [
@@ -26,7 +26,7 @@ def test_it_knows_the_steps_of_an_epoch(name, monkeypatch):
 
     monkeypatch.setattr(StageSGD, "__init__", watched)
     more = {"decay": 1} if name == "l2d" else {}  # its own steps of the rate would come on top
-    method, source, targets = built(name, **{"sgd.schedule": "per-step", "steps": STEPS, "epochs": 2, **more})
+    method, source, targets = build_method(name, **{"sgd.schedule": "per-step", "steps": STEPS, "epochs": 2, **more})
     method.fit_source(source)
     if name != "oracle":  # which is told labels
         method.adapt(targets[0])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.made_images import encoded
+from data.made_images import encode
 from helpers import load_tool
 from ratp.data.formats.canonical import origin
 from ratp.errors import RatpError
@@ -26,7 +26,7 @@ def data(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr(
-                f"{name}/7/00000.png", encoded(Image.fromarray(rng.integers(1, 256, shape, dtype=np.uint8)), "PNG")
+                f"{name}/7/00000.png", encode(Image.fromarray(rng.integers(1, 256, shape, dtype=np.uint8)), "PNG")
             )
     return tmp_path / "data"
 

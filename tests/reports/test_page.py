@@ -69,11 +69,11 @@ def full(run_in, tmp_path_factory):
 @pytest.fixture(scope="module")
 def written(full, tmp_path_factory):
     """The page of a full report, and what the console was told."""
-    told = io.StringIO()
+    output = io.StringIO()
     folder = tmp_path_factory.mktemp("reports") / "a" / "report"
-    page = write_report(full, folder, Console(file=told, width=200))
+    page = write_report(full, folder, Console(file=output, width=200))
     assert page == folder / "index.html"
-    return page, told.getvalue()
+    return page, output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def card(runs):
 
 
 @pytest.mark.parametrize(
-    ("equal", "worse", "told"),
+    ("equal", "worse", "expected"),
     [
         (1, 1, "89.7 best: method0 "),
         (2, 0, "89.7 shared by method0, method1 "),
@@ -125,10 +125,10 @@ def card(runs):
         (4, 0, "89.7 shared by all 4 methods "),
     ],
 )
-def test_the_cards_name_the_best_number_and_who_has_it(make_run, equal, worse, told):
+def test_the_cards_name_the_best_number_and_who_has_it(make_run, equal, worse, expected):
     runs = [make_run(method=f"method{i}") for i in range(equal)]
     runs += [make_run(((99.0, 50.0, 30.0),) * 3, method=f"worse{i}") for i in range(worse)]
-    assert told in card(runs)
+    assert expected in card(runs)
 
 
 def test_a_card_marks_a_best_number_from_a_single_seed_where_others_have_more(make_run):

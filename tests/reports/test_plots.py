@@ -23,7 +23,7 @@ def words(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def images(n=3, size=16, seed=0):
+def make_images(n=3, size=16, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (n, 3, size, size), dtype=np.uint8)
 
 
@@ -76,12 +76,12 @@ def test_curves_of_different_orders_are_refused(make_run):
 
 def test_sample_sheet_puts_originals_first_and_numbers_in_order(make_run):
     names = ["RandMix 10", "RandMix 2", "original"]
-    run = make_run(samples={name: images() for name in names})
+    run = make_run(samples={name: make_images() for name in names})
     figure = sample_sheet(run)
     assert figure is not None
     assert [ax.get_ylabel() for ax in figure.axes] == ["original", "RandMix 2", "RandMix 10"]
     shown = figure.axes[0].images[0].get_array()
-    assert np.array_equal(shown[:, :16], images()[0].transpose(1, 2, 0))
+    assert np.array_equal(shown[:, :16], make_images()[0].transpose(1, 2, 0))
 
 
 def test_sample_sheet_of_a_run_without_samples_is_none(golden):

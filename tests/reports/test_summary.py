@@ -110,20 +110,20 @@ def test_runs_that_are_not_alike_are_told(make_run):
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "told"),
+    ("key", "values", "expected"),
     [
         ("method_file", ("a" * 64, "b" * 64), ["mine (file aaaaaaaa)", "mine (file bbbbbbbb)"]),
         ("weights", (None, "c" * 64), ["mine (weights none)", "mine (weights cccccccc)"]),
         ("guard", ("act", "record"), ["mine (guard act)", "mine (guard record)"]),
     ],
 )
-def test_what_no_label_names_makes_another_row(key, values, told, make_run):
+def test_what_no_label_names_makes_another_row(key, values, expected, make_run):
     """An edited file of one's own, say: its seeds are not those of the file before."""
     runs = [make_run(method="mine", seed=seed, **{key: value}) for seed in (1, 2) for value in values]
     (section,) = sections(group_runs([*runs, make_run(method="other")]))
-    assert [group.label for group in section.groups] == [*told, "other"]
+    assert [group.label for group in section.groups] == [*expected, "other"]
     assert [len(group.counted) for group in section.groups] == [2, 2, 1]
-    assert [section.name_of(run) for run in section.runs][::2] == [*told, "other"]
+    assert [section.name_of(run) for run in section.runs][::2] == [*expected, "other"]
     assert section.notes() == []
     assert group_runs(section.runs) == list(section.groups)  # as often as they are grouped
 

@@ -276,18 +276,18 @@ class TestStopped:
 
 
 class TestRefused:
-    def refused(self, tmp_path, early, other, *told):
+    def assert_error(self, tmp_path, early, other, *expected):
         """Nothing is written, and every difference has its sentence."""
         before = files_of(early)
         with pytest.raises(ConfigError) as caught:
             Run(other, tmp_path / "late", after=early)
         assert not (tmp_path / "late").exists() and files_of(early) == before
-        assert len(caught.value.problems) == len(told)
-        for part, problem in zip(told, caught.value.problems, strict=True):
+        assert len(caught.value.problems) == len(expected)
+        for part, problem in zip(expected, caught.value.problems, strict=True):
             assert part in problem
 
     @pytest.mark.parametrize(
-        ("other", "told"),
+        ("other", "expected"),
         [
             (plan(seed=7), "another seed: 2022 there, 7 requested"),
             (plan(method="tent"), "another method: shot there, tent requested"),
@@ -298,13 +298,13 @@ class TestRefused:
             (plan(SHORT), "has all of ink>mud: there is no further domain"),
         ],
     )
-    def test_another_run(self, other, told, early, tmp_path):
-        self.refused(tmp_path, early, other, told)
+    def test_another_run(self, other, expected, early, tmp_path):
+        self.assert_error(tmp_path, early, other, expected)
 
     def test_all_at_once(self, early, tmp_path):
         others = [DOMAINS[0], toy_domain("mud", 30), *DOMAINS[2:]]
         other = toy_plan("shot", others, seed=7, changes={"epochs": 2, "steps": 3})
-        self.refused(tmp_path, early, other, "another seed", "another value of epochs", "the images of mud")
+        self.assert_error(tmp_path, early, other, "another seed", "another value of epochs", "the images of mud")
 
     def test_one_that_is_not_finished(self, tmp_path):
         stop_in(Run(plan(SHORT), tmp_path / "early"), stage=1)

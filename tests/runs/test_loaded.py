@@ -59,13 +59,15 @@ class TestLoad:
     def test_files_from_python(self, runs, tmp_path):
         Image.fromarray(np.zeros((40, 20, 3), np.uint8)).save(tmp_path / "a.png")
         (tmp_path / "b.png").write_bytes(b"")
-        told = []
-        found = ratp.load(runs / "ratp").predict_files(tmp_path, on_bad="skip", progress=lambda *at: told.append(at))
+        reported = []
+        found = ratp.load(runs / "ratp").predict_files(
+            tmp_path, on_bad="skip", progress=lambda *at: reported.append(at)
+        )
         ((file, label, share),) = found.predictions
         assert (file, [name for name, _ in found.left_out]) == (str(tmp_path / "a.png"), [str(tmp_path / "b.png")])
         assert label in ratp.load(runs / "ratp").classes
         assert 0 < share <= 1
-        assert told[-1] == (2, 2)
+        assert reported[-1] == (2, 2)
 
     def test_no_such_way_with_bad_images(self, runs, tmp_path):
         with pytest.raises(ratp.ConfigError, match="skip"):
@@ -87,7 +89,7 @@ class TestWrongImages:
     """Each was predicted before, and wrongly, or ended in an error of torch."""
 
     @pytest.mark.parametrize(
-        ("images", "told"),
+        ("images", "expected"),
         [
             (IMAGES / 255, r"got torch\.float32 of shape \(20, 3, 32, 32\)\. From values of 0 to 1: \(255"),
             (IMAGES.long(), r"got torch\.int64 of shape"),
@@ -100,11 +102,11 @@ class TestWrongImages:
         ids=["floats", "long", "grey", "channels last", "one image", "size", "array"],
     )
     @pytest.mark.parametrize("method", ["ratp", "tent"])
-    def test_they_are_refused(self, runs, method, images, told):
+    def test_they_are_refused(self, runs, method, images, expected):
         run = ratp.load(runs / method)
         asked = [run.predict, run.method.predict, run.method.embed]
         for ask in asked + ([run.method.observe] if method == "tent" else []):
-            with pytest.raises(RatpError, match=rf"must be a uint8 tensor of shape \(N, 3, 32, 32\), .*{told}"):
+            with pytest.raises(RatpError, match=rf"must be a uint8 tensor of shape \(N, 3, 32, 32\), .*{expected}"):
                 ask(images)
 
     def test_what_is_advised_works(self, runs):

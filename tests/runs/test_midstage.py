@@ -21,7 +21,7 @@ from ratp.runs.states import CHECKPOINT_LATEST as LATEST
 SIZES = {"epochs": 2, "steps": 3}
 
 
-def plan_of(method="ratp", **changes):
+def make_plan(method="ratp", **changes):
     return toy_plan(method, changes={**SIZES, **QUICK.get(method, {}), **changes})
 
 
@@ -55,7 +55,7 @@ def whole(tmp_path_factory):
     def get(method):
         if method not in made:
             folder = tmp_path_factory.mktemp("whole") / "run"
-            made[method] = folder, sum(isinstance(e, Trained) for e in Run(plan_of(method), folder).events())
+            made[method] = folder, sum(isinstance(e, Trained) for e in Run(make_plan(method), folder).events())
         return made[method]
 
     return get
@@ -66,8 +66,8 @@ def whole(tmp_path_factory):
 def test_every_method_goes_on_with_the_next_step(method, where, whole, tmp_path):
     undisturbed, ticks = whole(method)
     after = {"early": 2, "middle": ticks // 2, "late": ticks - 1}[where]
-    cut(Run(plan_of(method), tmp_path / "run"), after)
-    assert go_on(Run(plan_of(method), tmp_path / "run")) > 0
+    cut(Run(make_plan(method), tmp_path / "run"), after)
+    assert go_on(Run(make_plan(method), tmp_path / "run")) > 0
     assert_same(undisturbed, tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
@@ -75,37 +75,37 @@ def test_every_method_goes_on_with_the_next_step(method, where, whole, tmp_path)
 def test_ratp_can_be_stopped_again_and_again(whole, tmp_path):
     undisturbed, ticks = whole("ratp")
     for _ in range(ticks - 1):
-        cut(Run(plan_of(), tmp_path / "run"), 1)
-    go_on(Run(plan_of(), tmp_path / "run"))
+        cut(Run(make_plan(), tmp_path / "run"), 1)
+    go_on(Run(make_plan(), tmp_path / "run"))
     assert_same(undisturbed, tmp_path / "run")
 
 
 def test_the_journal_is_that_of_an_undisturbed_run_but_for_the_interruption(whole, tmp_path):
     undisturbed, _ = whole("ratp")
-    cut(Run(plan_of(), tmp_path / "run"), 10)
-    go_on(Run(plan_of(), tmp_path / "run"))
+    cut(Run(make_plan(), tmp_path / "run"), 10)
+    go_on(Run(make_plan(), tmp_path / "run"))
 
-    def told(folder):
+    def comparable_events(folder):
         events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
         kept = [e for e in events if e["event"] not in ("run_resumed", "stage_resumed")]
         return [{key: value for key, value in e.items() if key not in ("time", "seconds")} for e in kept]
 
-    assert told(tmp_path / "run") == told(undisturbed)
+    assert comparable_events(tmp_path / "run") == comparable_events(undisturbed)
     (event,) = journal_of(tmp_path / "run", "stage_resumed")
     assert (event["stage"], event["done"]) == (1, 4)
 
 
 @pytest.mark.slow
 def test_probes_are_those_of_an_undisturbed_run(tmp_path):
-    Run(plan_of(), tmp_path / "whole", probe=True).execute()
-    total = sum(1 for _ in Run(plan_of(), tmp_path / "again", probe=True).events())
+    Run(make_plan(), tmp_path / "whole", probe=True).execute()
+    total = sum(1 for _ in Run(make_plan(), tmp_path / "again", probe=True).events())
     for after in range(3, total, 4):
         folder = tmp_path / str(after)
-        events = Run(plan_of(), folder, probe=True).events()
+        events = Run(make_plan(), folder, probe=True).events()
         for _ in range(after):
             next(events)
         events.close()
-        Run(plan_of(), folder, probe=True).execute()
+        Run(make_plan(), folder, probe=True).execute()
         probes = [
             [(e["stage"], e["progress"], e["accuracy"]) for e in journal_of(place, "probe")]
             for place in (tmp_path / "whole", folder)
@@ -118,8 +118,8 @@ class TestFiles:
     @pytest.fixture
     def stopped(self, tmp_path):
         """A run stopped after two checkpoints in its second stage."""
-        cut(Run(plan_of(), tmp_path / "run"), 8)
-        cut(Run(plan_of(), tmp_path / "run"), 2)
+        cut(Run(make_plan(), tmp_path / "run"), 8)
+        cut(Run(make_plan(), tmp_path / "run"), 2)
         assert (tmp_path / "run" / LATEST).exists() and (tmp_path / "run" / BEFORE).exists()
         return tmp_path / "run"
 
@@ -140,13 +140,13 @@ class TestFiles:
             else:
                 content = content.replace(b"optimiser", b"optimisfr", 1)
             path.write_bytes(content)
-        assert go_on(Run(plan_of(), stopped)) == 2
+        assert go_on(Run(make_plan(), stopped)) == 2
         assert_same(whole("ratp")[0], stopped)
 
     def test_with_both_damaged_the_stage_begins_anew(self, stopped, whole):
         for name in (LATEST, BEFORE):
             (stopped / name).write_bytes(b"nothing")
-        assert go_on(Run(plan_of(), stopped)) == 0
+        assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
     def test_one_that_does_not_fit_is_left_and_nothing_of_it_stays(self, stopped, whole):
@@ -159,8 +159,8 @@ class TestFiles:
             if name == LATEST:
                 copy = shutil.copytree(stopped, stopped.parent / "copy")
         with pytest.warns(CheckpointWarning, match=r"stage 1 \(mud\) starts again: its checkpoint .*nonsense"):
-            assert go_on(Run(plan_of(), stopped)) == 0
-        assert go_on(Run(plan_of(), copy)) == 2
+            assert go_on(Run(make_plan(), stopped)) == 0
+        assert go_on(Run(make_plan(), copy)) == 2
         for folder in (stopped, copy):
             assert_same(whole("ratp")[0], folder)
 
@@ -169,7 +169,7 @@ class TestFiles:
             tensors, about = read_tensors(stopped / name)
             write_tensors(stopped / name, tensors, about | {"schema": 2})
         with pytest.warns(CheckpointWarning) as caught:
-            assert go_on(Run(plan_of(), stopped)) == 0
+            assert go_on(Run(make_plan(), stopped)) == 0
         (text,) = {str(warning.message) for warning in caught if warning.category is CheckpointWarning}
         assert text == "stage 1 (mud) starts again: its checkpoint does not fit (an earlier version of ratp wrote it)"
         assert_same(whole("ratp")[0], stopped)
@@ -184,7 +184,7 @@ class TestFiles:
             write_tensors(stopped / name, tensors, about)
         monkeypatch.setattr(torch.cuda, "current_device", Mock(side_effect=AssertionError("not compiled with CUDA")))
         with pytest.warns(CheckpointWarning, match=r"stage 1 \(mud\) starts again"):
-            assert go_on(Run(plan_of(), stopped)) == 0
+            assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
     @pytest.mark.parametrize("what", ["fingerprint", "stage"])
@@ -193,12 +193,12 @@ class TestFiles:
             tensors, about = read_tensors(stopped / name)
             about[what] = "x" if what == "fingerprint" else about[what] + 1
             write_tensors(stopped / name, tensors, about)
-        assert go_on(Run(plan_of(), stopped)) == 0
+        assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
     def test_killed_between_the_renaming_and_the_writing(self, stopped, whole):
         (stopped / LATEST).replace(stopped / BEFORE)
-        assert go_on(Run(plan_of(), stopped)) > 0
+        assert go_on(Run(make_plan(), stopped)) > 0
         assert_same(whole("ratp")[0], stopped)
 
 
@@ -207,19 +207,19 @@ class TestWhen:
         now, saved = [0.0], []
         monkeypatch.setattr(midstage.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(midstage.Checkpoints, "save", _counted(midstage.Checkpoints.save, saved))
-        for event in Run(plan_of(epochs=1, steps=10), tmp_path, save_every=25.0).events():
+        for event in Run(make_plan(epochs=1, steps=10), tmp_path, save_every=25.0).events():
             if isinstance(event, Trained):
                 now[0] += 10.0
         assert saved == [(stage, done) for stage in range(3) for done in (3, 6, 9)]
 
     def test_not_at_all_if_nobody_wants_them(self, tmp_path, whole):
-        cut(Run(plan_of(), tmp_path / "run", save_every=None), 8)
+        cut(Run(make_plan(), tmp_path / "run", save_every=None), 8)
         assert not list((tmp_path / "run").glob("checkpoint*"))
-        assert go_on(Run(plan_of(), tmp_path / "run")) == 0
+        assert go_on(Run(make_plan(), tmp_path / "run")) == 0
         assert_same(whole("ratp")[0], tmp_path / "run")
 
     def test_a_disk_that_is_full_does_not_spoil_the_one_before(self, tmp_path, monkeypatch, whole):
-        cut(Run(plan_of(), tmp_path / "run"), 8)
+        cut(Run(make_plan(), tmp_path / "run"), 8)
 
         def full(*args):
             raise OSError(28, "No space left on device")
@@ -227,8 +227,8 @@ class TestWhen:
         with monkeypatch.context() as patch:
             patch.setattr(midstage, "write_tensors", full)
             with pytest.raises(OSError, match="No space"):
-                cut(Run(plan_of(), tmp_path / "run"), 2)
-        assert go_on(Run(plan_of(), tmp_path / "run")) == 2
+                cut(Run(make_plan(), tmp_path / "run"), 2)
+        assert go_on(Run(make_plan(), tmp_path / "run")) == 2
         assert_same(whole("ratp")[0], tmp_path / "run")
 
 

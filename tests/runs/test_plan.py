@@ -109,8 +109,8 @@ class TestMistakes:
         """Nothing here keeps another mistake from being seen: whatever can be checked is."""
         wrong = {"stream": "dmo", "method": "rapt", "preset": "papr", "seed": "x", "device": "gpu"}
         problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
-        for told in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):
-            assert told in problems
+        for expected in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):
+            assert expected in problems
 
     def test_all_of_a_known_method_on_a_known_stream_are_told(self):
         changes = {"pca.scal": 1, "epochs": 0, "pca.form": "exact", "r_con": "high"}
@@ -125,7 +125,7 @@ class TestMistakes:
         assert "'many'" in problems
 
     @pytest.mark.parametrize(
-        ("request_", "told"),
+        ("request_", "expected"),
         [
             ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
             ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", ", source-only", ".py file"]),
@@ -149,12 +149,12 @@ class TestMistakes:
             ({"device": "mps"}, ["unknown device 'mps'", "Valid: auto, cpu, cuda"]),
         ],
     )  # fmt: skip
-    def test_each_is_told_with_what_is_valid(self, request_, told):
+    def test_each_is_told_with_what_is_valid(self, request_, expected):
         (problem,) = mistakes(**request_)
-        assert all(words in problem for words in told), problem
+        assert all(words in problem for words in expected), problem
 
     @pytest.mark.parametrize(
-        ("request_", "told"),
+        ("request_", "expected"),
         [
             ({"stream": 5}, "stream must be a text, e.g. 'demo'; got 5."),
             ({"method": METHODS["tent"]}, "method must be a name or the path of a .py file"),
@@ -177,9 +177,9 @@ class TestMistakes:
             ({"order": ["scan", "phto"], "subset": True}, "Did you mean 'photo'?"),
         ],
     )
-    def test_what_is_of_a_wrong_kind_is_told_in_a_sentence(self, request_, told):
+    def test_what_is_of_a_wrong_kind_is_told_in_a_sentence(self, request_, expected):
         (problem,) = mistakes(**request_)
-        assert told in problem
+        assert expected in problem
 
     def test_a_gpu_that_is_not_here(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -203,8 +203,8 @@ class TestNames:
     def test_no_share_and_no_probability_is_above_one_or_below_zero(self, method):
         for config in (Recipe(), method.config_type()):
             for switch in switches(config):
-                told = re.match(r"(τ, )?(mean )?(share|probability|confidence) ", switch.explanation)
-                for value in (-0.1, 1.1) if told else ():
+                bounded = re.match(r"(τ, )?(mean )?(share|probability|confidence) ", switch.explanation)
+                for value in (-0.1, 1.1) if bounded else ():
                     with pytest.raises(ConfigError, match=f"{switch.name} must be .*, got {value}"):
                         override(config, {switch.name: value})
 
@@ -394,11 +394,11 @@ class TestWeights:
         assert resolve(RunRequest()).weights is None
 
     @pytest.mark.parametrize(
-        ("weights", "told"), [("imagnet", "Did you mean 'imagenet'?"), ("no.safetensors", "does not exist")]
+        ("weights", "expected"), [("imagnet", "Did you mean 'imagenet'?"), ("no.safetensors", "does not exist")]
     )
-    def test_mistakes(self, weights, told):
+    def test_mistakes(self, weights, expected):
         (problem,) = mistakes(weights=weights)
-        assert told in problem
+        assert expected in problem
 
 
 class TestImagesInMemory:
@@ -540,7 +540,7 @@ class TestMethodFile:
 
         return write
 
-    def refusal(self, path):
+    def error_of(self, path):
         (problem,) = mistakes(method=path)
         assert path in problem
         return problem
@@ -608,12 +608,12 @@ class TestMethodFile:
         assert first.digest() == alone != second.digest()
 
     def test_it_must_exist(self, tmp_path):
-        assert "does not exist" in self.refusal(str(tmp_path / "nowhere.py"))
+        assert "does not exist" in self.error_of(str(tmp_path / "nowhere.py"))
         (tmp_path / "folder.py").mkdir()
-        assert "does not exist" in self.refusal(str(tmp_path / "folder.py"))
+        assert "does not exist" in self.error_of(str(tmp_path / "folder.py"))
 
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ("class Mine(Method:\n    pass\n", "SyntaxError"),
             ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
@@ -622,34 +622,35 @@ class TestMethodFile:
             ("\0", "cannot be loaded"),
         ],
     )
-    def test_it_must_load(self, file, text, told):
-        problem = self.refusal(file(text))
-        assert told in problem
+    def test_it_must_load(self, file, text, expected):
+        problem = self.error_of(file(text))
+        assert expected in problem
         assert "cannot be loaded" in problem
 
     def test_it_must_define_a_method(self, file):
-        assert "exactly one Method, found none" in self.refusal(file("from ratp.methods.ratp import RaTP\n"))
+        assert "exactly one Method, found none" in self.error_of(file("from ratp.methods.ratp import RaTP\n"))
 
     def test_it_must_define_one_method_only(self, file):
-        problem = self.refusal(file(TEXT + "\n\nclass Twin(Centre):\n    name = 'twin'\n"))
+        problem = self.error_of(file(TEXT + "\n\nclass Twin(Centre):\n    name = 'twin'\n"))
         assert "exactly one Method, found Centre, Twin" in problem
 
     def test_everything_abstract_must_be_there(self, file):
         lacking = TEXT.replace("def predict(", "def guess(").replace("def load_state(", "def restore(")
-        assert "Centre" in self.refusal(file(lacking))
-        assert "lacks load_state, predict" in self.refusal(file(lacking))
+        assert "Centre" in self.error_of(file(lacking))
+        assert "lacks load_state, predict" in self.error_of(file(lacking))
 
     def test_its_description_must_be_there(self, file):
         lacking = TEXT.replace('    title = "Prototypes in the middle"\n', "").replace(
             "    config_type = CentreConfig\n", ""
         )
-        assert "lacks title, config_type" in self.refusal(file(lacking))
+        assert "lacks title, config_type" in self.error_of(file(lacking))
 
     @pytest.mark.parametrize(
-        ("name", "told"), [("ratp", "has the name of a built-in one, 'ratp'"), ("", "needs a name"), (" ", "needs a")]
+        ("name", "expected"),
+        [("ratp", "has the name of a built-in one, 'ratp'"), ("", "needs a name"), (" ", "needs a")],
     )
-    def test_its_name_must_be_its_own(self, file, name, told):
-        assert told in self.refusal(file(TEXT.replace('name = "centre"', f'name = "{name}"')))
+    def test_its_name_must_be_its_own(self, file, name, expected):
+        assert expected in self.error_of(file(TEXT.replace('name = "centre"', f'name = "{name}"')))
 
     def test_its_switches_must_not_be_the_recipes(self, file):
         """``--set lr=1`` would set both."""
@@ -658,7 +659,7 @@ class TestMethodFile:
         assert "recipe" in problem
 
     def test_its_config_must_be_a_dataclass(self, file):
-        assert "config_type" in self.refusal(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))
+        assert "config_type" in self.error_of(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))
 
 
 def test_a_request_and_its_plan_cannot_be_changed():

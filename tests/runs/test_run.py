@@ -150,8 +150,15 @@ class TestDirectory:
         assert config["switches"] == decisive(run.plan.config)
         assert config["order"] == ["scan", "photo", "font", "street"]
         assert config["changed"] == TINY | QUICK.get(run.plan.method.name, {})
-        told = (config["method"], config["stream"], config["seed"], config["preset"], config["ratp"], config["schema"])
-        assert told == (run.plan.method.name, "demo", 2022, "official", __version__, 1)
+        expected = (
+            config["method"],
+            config["stream"],
+            config["seed"],
+            config["preset"],
+            config["ratp"],
+            config["schema"],
+        )
+        assert expected == (run.plan.method.name, "demo", 2022, "official", __version__, 1)
         assert config["data"] == {domain.name: domain.fingerprint() for domain in domains_of(run.plan)}
         assert len(config["fingerprint"]) == 64
 
@@ -630,7 +637,7 @@ class TestFolder:
         assert (tmp_path / "画像" / "naïve ü" / "run" / "config.json").is_file()
 
     @pytest.mark.parametrize(
-        ("changes", "told"),
+        ("changes", "expected"),
         [
             ({"changes": {"lr": 0.5}}, "lr: 0.05 there, 0.5 requested"),
             ({"changes": {"r_con": 1, "batch": 4}}, "batch: 8 there, 4 requested; r_con: 0.8 there, 1.0 requested"),
@@ -642,13 +649,13 @@ class TestFolder:
         ids=["recipe", "switch", "seed", "method", "order", "images"],
     )  # fmt: skip
     @pytest.mark.faults(19, "a folder with another run is refused, and the differences are told")
-    def test_another_run_is_refused_and_the_differences_told(self, untouched, changes, told, tmp_path):
+    def test_another_run_is_refused_and_the_differences_told(self, untouched, changes, expected, tmp_path):
         folder = tmp_path / "run"
         shutil.copytree(untouched["ratp"], folder)
         before = files_of(folder)
         with pytest.raises(RunDirectoryError) as caught:
             Run(toy_plan(**changes), folder).execute()
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
         assert "--out" in str(caught.value)
         assert files_of(folder) == before
 

@@ -76,16 +76,16 @@ def assert_same(folder, whole):
     assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
 
 
-def go_on(folder, told):
+def go_on(folder, expected):
     """Goes on after a state was lost; returns the stages that are made."""
-    with pytest.warns(StateWarning, match=told):
+    with pytest.warns(StateWarning, match=expected):
         return [event.stage for event in Run(plan(), folder).events() if isinstance(event, StageStarted)]
 
 
-def refused(folder, told):
+def assert_error(folder, expected):
     """Goes on in vain, and nothing changes."""
     before = files_of(folder)
-    with pytest.raises(RunDirectoryError, match=told) as caught:
+    with pytest.raises(RunDirectoryError, match=expected) as caught:
         Run(plan(), folder).execute()
     assert files_of(folder) == before
     return str(caught.value)
@@ -111,8 +111,8 @@ class TestGoingBack:
     def test_a_state_that_is_lost(self, kind, stopped, whole):
         damage(stopped / LATEST, kind)
         word = "missing" if kind == "gone" else "damaged"
-        told = rf"state\.safetensors is {word}.*resumes from state-before\.safetensors, after 1 of 3 stages"
-        assert go_on(stopped, told) == [1, 2]
+        expected = rf"state\.safetensors is {word}.*resumes from state-before\.safetensors, after 1 of 3 stages"
+        assert go_on(stopped, expected) == [1, 2]
         assert_same(stopped, whole)
         (event,) = journal_of(stopped, "state_lost")
         assert word in event["what"]
@@ -201,14 +201,16 @@ class TestRefused:
     def test_both_are_lost(self, kind, stopped):
         for name in (LATEST, BEFORE):
             damage(stopped / name, kind)
-        told = refused(stopped, r"state\.safetensors is .*state-before\.safetensors is .*Put one of them back to go on")
-        assert "--out" in told
+        message = assert_error(
+            stopped, r"state\.safetensors is .*state-before\.safetensors is .*Put one of them back to go on"
+        )
+        assert "--out" in message
 
     def test_with_nothing_that_tells_how_much_is_lost(self, stopped):
         for name in (LATEST, BEFORE):
             damage(stopped / name)
         (stopped / "matrix.json").unlink()
-        refused(stopped, r"matrix\.json is missing.*--out")
+        assert_error(stopped, r"matrix\.json is missing.*--out")
 
     @pytest.mark.parametrize("name", [LATEST, BEFORE])
     def test_another_run_s(self, name, stopped):
@@ -216,7 +218,7 @@ class TestRefused:
         damage(stopped / LATEST)
         shutil.copy(stopped / BEFORE, stopped / LATEST) if name == LATEST else None
         rewrite(stopped / name, fingerprint="x")
-        refused(stopped, "another run")
+        assert_error(stopped, "another run")
 
     def test_a_later_version_s(self, stopped):
         rewrite(stopped / LATEST, schema=99)
@@ -226,11 +228,11 @@ class TestRefused:
     def test_one_of_another_shape(self, stopped):
         tensors, about = read_tensors(stopped / LATEST)
         write_tensors(stopped / LATEST, {**tensors, "network.classifier.weight": torch.zeros(3, 3)}, about)
-        refused(stopped, "does not fit this run")
+        assert_error(stopped, "does not fit this run")
 
     def test_one_that_may_not_be_read(self, stopped, monkeypatch):
         monkeypatch.setattr(os, "access", lambda path, mode: path.name != LATEST)
-        refused(stopped, r"cannot read .*state\.safetensors: Permission denied")
+        assert_error(stopped, r"cannot read .*state\.safetensors: Permission denied")
 
 
 class TestWriting:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import journal_of, toy_domain, toy_domains
-from own_images import config_of, images, put, refused, run_folders, worked
+from own_images import assert_error, assert_ok, config_of, image_files, run_folders, write_files
 from ratp.errors import ConfigError
 from ratp.streams.stream import make_stream
 
@@ -81,21 +81,21 @@ class TestRun:
     @pytest.fixture(autouse=True)
     def _here(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        put(Path("day"), images())
-        put(Path("night"), images(seed=1))
+        write_files(Path("day"), image_files())
+        write_files(Path("night"), image_files(seed=1))
 
     def test_it_is_a_value_of_the_recipe(self):
-        worked(run_folders("day", "night", more=("--set", "hold_out=0.25")))
+        assert_ok(run_folders("day", "night", more=("--set", "hold_out=0.25")))
         assert config_of()["recipe"]["hold_out"] == 0.25
         assert config_of()["changed"]["hold_out"] == 0.25
         assert [e["images"] for e in journal_of(Path("run"), "stage_started")] == [8, 9]
 
     def test_another_share_is_another_run(self):
-        worked(run_folders("day", "night"))
+        assert_ok(run_folders("day", "night"))
         result = run_folders("day", "night", more=("--set", "hold_out=0.5"))
         assert result.code == 2
         assert "hold_out: 0.0 there, 0.5 requested" in result.err
 
     @pytest.mark.parametrize("value", ["1", "-0.1", "half"])
     def test_what_is_no_share(self, value):
-        refused(run_folders("day", "night", more=("--set", f"hold_out={value}")), "hold_out must be")
+        assert_error(run_folders("day", "night", more=("--set", f"hold_out={value}")), "hold_out must be")

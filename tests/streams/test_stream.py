@@ -46,14 +46,14 @@ class TestOrder:
             try:
                 order = parse_order(text, DEMO, subset=subset)
             except ConfigError as error:
-                told = error.problems
+                problems = error.problems
             else:
                 assert set(order) <= set(CODES)
                 assert len(set(order)) == len(order) >= 2
                 assert subset or len(order) == len(CODES)
                 continue
-            assert told
-            assert all(problem.endswith(".") for problem in told)
+            assert problems
+            assert all(problem.endswith(".") for problem in problems)
 
     @pytest.mark.parametrize(
         ("name", "order"), [("default", CODES), ("reverse", CODES[::-1]), (" reverse ", CODES[::-1])]
@@ -62,7 +62,7 @@ class TestOrder:
         assert parse_order(name, DEMO) == tuple(order)
 
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ("scan>scan>photo>font>street", ["repeats domain 'scan'"]),
             ("scan>photo>font", ["leaves out street", "'scan>photo>font>street'", "--subset"]),
@@ -76,10 +76,10 @@ class TestOrder:
             ("scan photo font street", ["unknown order 'scan photo font street'", "'scan>photo>font>street'"]),
         ],
     )
-    def test_a_mistake_is_explained(self, text, told):
+    def test_a_mistake_is_explained(self, text, expected):
         with pytest.raises(ConfigError) as caught:
             parse_order(text, DEMO)
-        assert all(words in str(caught.value) for words in told)
+        assert all(words in str(caught.value) for words in expected)
 
     def test_all_mistakes_are_told_at_once(self):
         with pytest.raises(ConfigError) as caught:
@@ -97,12 +97,12 @@ class TestFinding:
         assert find_stream("demo") is DEMO
 
     @pytest.mark.parametrize(
-        ("name", "told"), [("dmo", "Did you mean 'demo'"), ("DEMO", "Did you mean 'demo'"), ("", "Valid: ")]
+        ("name", "expected"), [("dmo", "Did you mean 'demo'"), ("DEMO", "Did you mean 'demo'"), ("", "Valid: ")]
     )
-    def test_others_are_not(self, name, told):
+    def test_others_are_not(self, name, expected):
         with pytest.raises(ConfigError, match="unknown stream") as caught:
             find_stream(name)
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
 
     @pytest.mark.parametrize("spec", STREAMS.values(), ids=list(STREAMS))
     def test_orders_name_the_domains_they_have(self, spec):

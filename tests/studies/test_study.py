@@ -20,7 +20,7 @@ import torch
 
 import ratp.studies.file
 from helpers import accuracy_of, files_of, no_processes, unreadable
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp._core.files import write_tensors
 from ratp._core.locks import LOCK_FILE, exclusive, is_held
 from ratp.config import as_dict
@@ -41,7 +41,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 NO_WEIGHTS = RunRequest(device="cpu", weights="none")
 
 
-def planned(text, folder=None, name="study.toml"):
+def plan_study(text, folder=None, name="study.toml"):
     """The study of a text, in the current folder."""
     Path(name).write_text(text, encoding="utf-8")
     return read_study(name, folder, NO_WEIGHTS)
@@ -57,7 +57,7 @@ class TestFiles:
     def test_the_examples_of_the_documentation(self):
         blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", ratp.studies.file.__doc__, flags=re.M)
         (example,) = [textwrap.dedent(block) for block in blocks if block.strip()]
-        study = planned(example)
+        study = plan_study(example)
         assert study.title == "RaTP and SHOT, two orders"
         # two methods and a variant in two orders with two seeds; of the second grid, one is among them
         assert len(study.entries) == 3 * 2 * 2 + 2
@@ -104,13 +104,13 @@ class TestFiles:
     def test_tables_within_tables_are_dotted_names(self):
         text = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
         spellings = ["set = { pca.weight = 0.5 }", 'set = { "pca.weight" = 0.5 }', "[grid.set]\npca.weight = 0.5"]
-        names = {planned(text + spelling).entries[0].name for spelling in spellings}
+        names = {plan_study(text + spelling).entries[0].name for spelling in spellings}
         assert len(names) == 1
-        assert as_dict(planned(text + spellings[0]).entries[0].plan.config)["pca.weight"] == 0.5
+        assert as_dict(plan_study(text + spellings[0]).entries[0].plan.config)["pca.weight"] == 0.5
 
     def test_lists_are_values_too(self):
         """Of a switch, and of a sweep."""
-        study = planned(
+        study = plan_study(
             grid('methods = ["ratp"]', "sweep = { randmix.kernel_sizes = [[3, 5], [7]] }")
             + grid('methods = ["ratp"]').replace("set = {", "set = { randmix.kernel_sizes = [3, 5],")
         )
@@ -121,11 +121,11 @@ class TestFiles:
     def test_all_methods(self):
         from ratp.methods import METHODS
 
-        study = planned(grid('methods = ["all"]'))
+        study = plan_study(grid('methods = ["all"]'))
         assert [entry.plan.method.name for entry in study.entries] == list(METHODS)
 
     def test_a_variant_changes_what_its_grid_says(self):
-        study = planned(grid('variant = [{ name = "more", method = "ratp", set = { steps = 9, pca.scale = 8 } }]'))
+        study = plan_study(grid('variant = [{ name = "more", method = "ratp", set = { steps = 9, pca.scale = 8 } }]'))
         assert (study.entries[0].plan.recipe.steps, study.entries[0].plan.recipe.batch) == (9, 8)
 
     def test_files_are_named_as_seen_from_the_study(self, tmp_path):
@@ -146,14 +146,14 @@ class TestFiles:
         assert len(read_study("study.toml").entries) == 1
 
     def test_names_are_single_lines(self):
-        study = planned('title = "one\\ntwo"\n' + grid('variant = [{ name = "a\\n  b", method = "ratp" }]'))
+        study = plan_study('title = "one\\ntwo"\n' + grid('variant = [{ name = "a\\n  b", method = "ratp" }]'))
         assert (study.title, study.entries[0].rows[0].label) == ("one two", "a b")
 
     def test_grids_may_have_titles(self):
-        study = planned(grid('methods = ["ratp"]') + grid('title = "three\\nfour"\nmethods = ["tent"]'))
+        study = plan_study(grid('methods = ["ratp"]') + grid('title = "three\\nfour"\nmethods = ["tent"]'))
         assert study.titles == study.results().titles == {1: "three four"}
         with pytest.raises(ConfigError, match="grid 1: title must be a text"):
-            planned(grid('title = 3\nmethods = ["ratp"]'))
+            plan_study(grid('title = 3\nmethods = ["ratp"]'))
 
 
 DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
@@ -161,7 +161,7 @@ DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ('titel = "x"\n' + DIGITS, ["unknown key 'titel'", "'title'"]),
             ("title = 5\n" + DIGITS, ["title must be a text, got 5"]),
@@ -237,12 +237,12 @@ class TestMistakes:
             ("seeds = [1]\nseeds = [2]", ["not valid TOML"]),
         ],
     )
-    def test_one(self, text, told):
+    def test_one(self, text, expected):
         with pytest.raises(ConfigError) as error:
-            planned(text)
+            plan_study(text)
         (problem,) = error.value.problems
         assert problem.startswith("study.toml")
-        for part in told:
+        for part in expected:
             assert part in problem, problem
         assert "\n" not in problem
 
@@ -275,7 +275,7 @@ class TestMistakes:
             methods = ["tnt"]
         """
         with pytest.raises(ConfigError) as error:
-            planned(textwrap.dedent(text))
+            plan_study(textwrap.dedent(text))
         found = list(error.value.problems)
         parts = (
             "unknown key 'titel'",
@@ -319,28 +319,28 @@ class TestMistakes:
         monkeypatch.setattr("ratp.runs.plan.find_precision", lambda asked, device: asked)
         both = (f'{DIGITS}precision = "{name}"\n' for name in ("tf32", "bf16"))
         with pytest.raises(ConfigError, match="grid 2: two grids ask for the same run in tf32 and bf16"):
-            planned("".join(both))
+            plan_study("".join(both))
 
     def test_two_streams_of_one_name(self):
         """Their runs would get the same directory."""
         for folder in ("a", "b"):
             for seed, name in enumerate(("ink", "mud")):
-                put(Path(folder) / "yard" / name, images(count=1, seed=seed))
+                write_files(Path(folder) / "yard" / name, image_files(count=1, seed=seed))
         line = 'methods = ["ratp"]\norders = ["ink>mud"]\n'
         with pytest.raises(ConfigError, match="grid 2: two streams are called 'yard'"):
-            planned(f'[[grid]]\nstream = "a/yard"\n{line}[[grid]]\nstream = "b/yard"\n{line}')
-        assert len(planned(f'[[grid]]\nstream = "a/yard"\n{line}' * 2).entries) == 1
+            plan_study(f'[[grid]]\nstream = "a/yard"\n{line}[[grid]]\nstream = "b/yard"\n{line}')
+        assert len(plan_study(f'[[grid]]\nstream = "a/yard"\n{line}' * 2).entries) == 1
 
     def test_files_that_are_none(self):
         Path("folder").mkdir()
         Path("latin").write_bytes('title = "\xe9"'.encode("latin-1"))
-        for name, told in {
+        for name, expected in {
             "nowhere.toml": "cannot read the study nowhere.toml: No such file",
             "folder": "cannot read the study folder: Is a directory",
             "latin": "latin is not UTF-8 text",
             "x" * 300: "File name too long",
         }.items():
-            with pytest.raises(ConfigError, match=told):
+            with pytest.raises(ConfigError, match=expected):
                 read_study(name)
 
 
@@ -350,7 +350,7 @@ class TestNames:
     BASE = 'seeds = [1]\nmethods = ["ratp"]\norders = ["default"]'
 
     def name(self, old="", new="", text=None):
-        (entry,) = planned(grid(self.BASE).replace(old, new) if text is None else text).entries
+        (entry,) = plan_study(grid(self.BASE).replace(old, new) if text is None else text).entries
         return entry.name
 
     @pytest.mark.parametrize(
@@ -380,18 +380,18 @@ class TestNames:
         ],
     )
     def test_what_does_not(self, text):
-        usual = planned(grid(self.BASE)).entries[0]
+        usual = plan_study(grid(self.BASE)).entries[0]
         assert as_dict(usual.plan.config)["pca.weight"] == 1.0
         assert self.name(text=text) == usual.name
 
     def test_the_order_of_grids_does_not(self):
         first, second = grid(self.BASE), grid('methods = ["shot", "tent"]')
-        there, back = planned(first + second), planned(second + first)
+        there, back = plan_study(first + second), plan_study(second + first)
         assert {entry.name for entry in there.entries} == {entry.name for entry in back.entries}
         assert [entry.name for entry in there.entries] != [entry.name for entry in back.entries]
 
     def test_a_run_of_two_grids_is_made_once_and_shown_twice(self):
-        study = planned(
+        study = plan_study(
             grid('methods = ["ratp", "shot"]', "seeds = [1, 2]")
             + grid('variant = [{ name = "baseline", method = "shot" }]', "seeds = [2, 3]")
         )
@@ -403,8 +403,8 @@ class TestNames:
 
     def test_the_file_names_the_folder(self):
         text = grid(self.BASE)
-        assert planned(text, name="my study.toml").folder == Path("runs/studies/my_study")
-        assert planned(text, Path("elsewhere")).entries[0].folder.parent == Path("elsewhere")
+        assert plan_study(text, name="my study.toml").folder == Path("runs/studies/my_study")
+        assert plan_study(text, Path("elsewhere")).entries[0].folder.parent == Path("elsewhere")
 
 
 WILD = 'variant = [{ name = "wild", method = "source-only", set = { lr = 1e30 } }]'
@@ -417,7 +417,7 @@ def runs_of(study):
 
 
 @dataclass
-class Made:
+class FinishedStudy:
     """A study that was made, what was told at the end of every run, and how many runs held images at once."""
 
     study: Study
@@ -426,11 +426,11 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def finished_study(tmp_path_factory):
     """A study of three runs; the first fails."""
     folder = tmp_path_factory.mktemp("made")
     path = study_file(folder, grid(WILD, "seeds = [1]"), TWO)
-    made = Made(read_study(path, folder / "runs", NO_WEIGHTS))
+    made = FinishedStudy(read_study(path, folder / "runs", NO_WEIGHTS))
     made.study.claim()
 
     def look(run, event):
@@ -445,17 +445,17 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def study(made, tmp_path):
+def study(finished_study, tmp_path):
     """A copy of it, to do with as one likes."""
-    shutil.copytree(made.study.folder, tmp_path / "runs")
-    return read_study(made.study.path, tmp_path / "runs", NO_WEIGHTS)
+    shutil.copytree(finished_study.study.folder, tmp_path / "runs")
+    return read_study(finished_study.study.path, tmp_path / "runs", NO_WEIGHTS)
 
 
 class TestStates:
-    def test_one_that_fails_does_not_stop_the_others(self, made):
-        study, told = made.study, made.ends
+    def test_one_that_fails_does_not_stop_the_others(self, finished_study):
+        study, ends = finished_study.study, finished_study.ends
         assert list(study.states().values()) == ["failed", "finished", "finished"]
-        wild, first, second = (told[entry.name] for entry in study.entries)
+        wild, first, second = (ends[entry.name] for entry in study.entries)
         assert isinstance(wild, TrainingError)
         assert isinstance(first, RunRecord)
         assert second.matrix.complete
@@ -463,19 +463,19 @@ class TestStates:
         assert study.entries[0].record() is None
         assert study.entries[1].record() == first
 
-    def test_nothing_there_yet(self, tmp_path, made):
-        study = read_study(made.study.path, tmp_path / "new", NO_WEIGHTS)
+    def test_nothing_there_yet(self, tmp_path, finished_study):
+        study = read_study(finished_study.study.path, tmp_path / "new", NO_WEIGHTS)
         assert {*study.states().values()} == {"waiting"}
         assert not (tmp_path / "new").exists()
 
     def test_a_finished_run_is_never_repeated(self, study):
         """Nothing in its directory changes, and nobody is told that it ended."""
         before = {entry.name: traces(entry.folder) for entry in study.entries[1:]}
-        told = []
+        reported = []
         for _ in range(2):
-            run_study(study, at_once=1, on_end=lambda entry, result: told.append(entry.name))
+            run_study(study, at_once=1, on_end=lambda entry, result: reported.append(entry.name))
         assert {entry.name: traces(entry.folder) for entry in study.entries[1:]} == before
-        assert {*told} == {study.entries[0].name}
+        assert {*reported} == {study.entries[0].name}
 
     def test_one_that_is_made_now(self, study):
         """It is left to whoever makes it; once that stops, it goes on from there."""
@@ -504,15 +504,15 @@ class TestStates:
         entry, other = study.entries[1:]
         for gone in (entry, other):
             shutil.rmtree(gone.folder)
-        told = {}
+        reported = {}
         current = Run(other.plan, other.folder).events()
 
         def begin(run, event):
             if run.folder == entry.folder and not is_held(other.folder):
                 next(current)
 
-        run_study(study, at_once=1, on_event=begin, on_end=lambda entry, result: told.update({entry.name: result}))
-        assert "in use by" in str(told[other.name])
+        run_study(study, at_once=1, on_event=begin, on_end=lambda entry, result: reported.update({entry.name: result}))
+        assert "in use by" in str(reported[other.name])
         assert list(study.states().values()) == ["failed", "finished", "running"]
         current.close()
         assert list(study.states().values()) == ["failed", "finished", "interrupted"]
@@ -537,10 +537,10 @@ class TestStates:
         path.unlink()
         if content is not None:
             path.write_text(content)
-        told = study.reason(entry, study.state(entry))
-        assert f"Move {entry.folder} away or remove it" in told
+        message = study.reason(entry, study.state(entry))
+        assert f"Move {entry.folder} away or remove it" in message
         run_study(study, at_once=1)
-        assert (study.state(entry), study.reason(entry, "failed")) == ("failed", told)
+        assert (study.state(entry), study.reason(entry, "failed")) == ("failed", message)
         shutil.rmtree(entry.folder)
         run_study(study, at_once=1)
         assert study.state(entry) == "finished"
@@ -663,8 +663,8 @@ class TestClaim:
         moved.claim()
         assert json.loads((moved.folder / "study.json").read_text())["file"] == "../../tiny.toml"
 
-    def test_a_new_one_is_made(self, made, tmp_path):
-        study = read_study(made.study.path, tmp_path / "a" / "b", NO_WEIGHTS)
+    def test_a_new_one_is_made(self, finished_study, tmp_path):
+        study = read_study(finished_study.study.path, tmp_path / "a" / "b", NO_WEIGHTS)
         study.claim()
         about = json.loads((tmp_path / "a" / "b" / "study.json").read_text())
         assert (study.folder / about.pop("file")).samefile(study.path)
@@ -691,26 +691,26 @@ class TestClaim:
         assert states.pop(finished.folder.name) == "finished"
         assert set(states.values()) == {"waiting"}
         (there / "study.json").unlink()
-        put(there, {"a.jpg": b"mine"})
+        write_files(there, {"a.jpg": b"mine"})
         with pytest.raises(RunDirectoryError, match=r"holds other files \(a.jpg\) and no study"):
             moved.claim()
 
-    def test_a_folder_with_a_report(self, made, tmp_path):
+    def test_a_folder_with_a_report(self, finished_study, tmp_path):
         """It can be written before any run is made, of results known from elsewhere."""
-        folder = put(tmp_path / "runs", {"report/index.html": b"<p>"})
-        read_study(made.study.path, folder, NO_WEIGHTS).claim()
+        folder = write_files(tmp_path / "runs", {"report/index.html": b"<p>"})
+        read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert (folder / "study.json").exists()
 
-    def test_a_folder_with_other_files(self, made, tmp_path):
-        folder = put(tmp_path / "photos", {"a.jpg": b"mine", "b/c.jpg": b"mine"})
+    def test_a_folder_with_other_files(self, finished_study, tmp_path):
+        folder = write_files(tmp_path / "photos", {"a.jpg": b"mine", "b/c.jpg": b"mine"})
         before = traces(folder)
         with pytest.raises(RunDirectoryError, match=r"holds other files \(a.jpg, b\) and no study.*--out"):
-            read_study(made.study.path, folder, NO_WEIGHTS).claim()
+            read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert traces(folder) == before
 
-    def test_what_a_killed_writer_left_is_no_other_file(self, made, tmp_path):
-        folder = put(tmp_path / "runs", {".study.json.part-x1y2": b"{"})
-        read_study(made.study.path, folder, NO_WEIGHTS).claim()
+    def test_what_a_killed_writer_left_is_no_other_file(self, finished_study, tmp_path):
+        folder = write_files(tmp_path / "runs", {".study.json.part-x1y2": b"{"})
+        read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert (folder / "study.json").exists()
 
     @pytest.mark.parametrize("content", ["", "{", "[]"])
@@ -728,10 +728,10 @@ class TestClaim:
         with pytest.raises(RunDirectoryError, match=r"study.json: Permission denied\. Make it readable, or choose"):
             study.claim()
 
-    def test_a_folder_that_cannot_be(self, made, tmp_path):
+    def test_a_folder_that_cannot_be(self, finished_study, tmp_path):
         (tmp_path / "file").write_text("mine")
         for folder in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 300), Path("/proc/ratp")):
-            study = read_study(made.study.path, folder, NO_WEIGHTS)
+            study = read_study(finished_study.study.path, folder, NO_WEIGHTS)
             assert {*study.states().values()} == {"waiting"}
             with pytest.raises(RunDirectoryError, match=r"cannot use .* for a study.*--out"):
                 study.claim()
@@ -756,9 +756,9 @@ class TestClaim:
 
 class TestKnownResults:
     @pytest.fixture
-    def records(self, made, tmp_path):
+    def records(self, finished_study, tmp_path):
         """What was exported from finished runs, read again."""
-        study = made.study
+        study = finished_study.study
         for entry in study.entries[1:]:
             entry.record().export(tmp_path / f"{entry.name}.json")
         return [read_run(tmp_path / f"{entry.name}.json") for entry in study.entries[1:]]
@@ -898,8 +898,8 @@ class TestImages:
         gc.collect()
         assert not alive()
 
-    def test_two_at_once(self, made):
-        assert 1 <= max(made.held) <= 2
+    def test_two_at_once(self, finished_study):
+        assert 1 <= max(finished_study.held) <= 2
 
 
 class TestIsHeld:

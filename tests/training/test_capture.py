@@ -90,17 +90,17 @@ class TestLoop:
             next(ticks)
 
     @pytest.mark.parametrize(
-        ("returned", "told"),
+        ("returned", "expected"),
         [
             ({"total": torch.ones(()), "x": 1.0}, r"one number each: 'x' is 1.0; write torch.tensor\(1.0\)"),
             ({"total": torch.ones(2, 3)}, r"'total' has the shape \(2, 3\)"),
             (None, "scalars by name.*got None"),
         ],
     )
-    def test_what_is_no_scalar_is_refused(self, returned, told):
+    def test_what_is_no_scalar_is_refused(self, returned, expected):
         phase = Counting()
         phase.step = lambda: returned
-        with pytest.raises(RatpError, match=told):
+        with pytest.raises(RatpError, match=expected):
             next(train([phase]))
 
     def test_numbers_of_several_types(self):

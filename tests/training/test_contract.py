@@ -127,7 +127,7 @@ def mine(tmp_path):
     return write
 
 
-def refusal(file, folder):
+def error_of(file, folder):
     """What is said of a method whose run is refused."""
     with pytest.raises(RatpError) as caught:
         Run(toy_plan(file), folder).execute()
@@ -140,7 +140,7 @@ def test_without_a_mistake_it_runs_to_its_end(mine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (SOURCE, "pass", f"source_phases{PHASES}None."),
         (
@@ -186,13 +186,13 @@ def test_without_a_mistake_it_runs_to_its_end(mine, tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_trained_or_written(mine, tmp_path, old, new, told):
-    assert refusal(mine((old, new)), tmp_path / "run") == told
+def test_a_mistake_is_told_before_anything_is_trained_or_written(mine, tmp_path, old, new, expected):
+    assert error_of(mine((old, new)), tmp_path / "run") == expected
     assert not (tmp_path / "run" / "config.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (BEGUN, "pass", f"begin_epoch {NUMBERS}got None."),
         (BEGUN, "return {'lr': 'high'}", f"begin_epoch {NUMBERS}'lr' is 'high'."),
@@ -202,12 +202,12 @@ def test_a_mistake_is_told_before_anything_is_trained_or_written(mine, tmp_path,
         (FINISHED, "return {'end': torch.ones(())}", f"finish {NUMBERS}'end' is tensor(1.); write float(…), or leave"),
     ],
 )
-def test_what_is_recorded_must_be_numbers(mine, tmp_path, old, new, told):
-    assert refusal(mine((old, new)), tmp_path / "run").startswith(told)
+def test_what_is_recorded_must_be_numbers(mine, tmp_path, old, new, expected):
+    assert error_of(mine((old, new)), tmp_path / "run").startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (
             PREDICT,
@@ -218,8 +218,8 @@ def test_what_is_recorded_must_be_numbers(mine, tmp_path, old, new, told):
         (TARGET, f"{TARGET} if domain.name == 'rehearsal' else 3", f"target_phases{PHASES}3."),
     ],
 )
-def test_a_mistake_that_comes_later_is_told_then(mine, tmp_path, old, new, told):
-    assert refusal(mine((old, new)), tmp_path / "run").startswith(told)
+def test_a_mistake_that_comes_later_is_told_then(mine, tmp_path, old, new, expected):
+    assert error_of(mine((old, new)), tmp_path / "run").startswith(expected)
     assert len(journal_of(tmp_path / "run", "stage_finished")) == 1
 
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_asked_before_training_is_asked_after_it(mine, tmp_path):
     ready = [(old, unready + old) for old in (PREDICT, TARGET)]
     assert Run(toy_plan(mine(*ready)), tmp_path / "ready").execute().matrix.complete
     wrong = (PREDICT, f"{unready}{PREDICT}[:, :3]")
-    assert refusal(mine(wrong), tmp_path / "wrong") == f"{SCORES}float32 of shape (32, 3)."
+    assert error_of(mine(wrong), tmp_path / "wrong") == f"{SCORES}float32 of shape (32, 3)."
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,8 @@ def test_what_is_made_at_the_end_of_a_stage_is_not_asked_for_before(mine, tmp_pa
 def test_a_network_that_loses_its_numbers_is_noticed_within_the_stage(mine, tmp_path):
     update = "self.optimiser.minimise(loss)"
     spoilt = (update, f"{update}; self.method.network.bottleneck[1].running_var.fill_(torch.inf)")
-    told = refusal(mine(spoilt), tmp_path / "run")
-    assert told.startswith("network.bottleneck.1.running_var holds non-finite values in epoch 0 of stage 0")
+    message = error_of(mine(spoilt), tmp_path / "run")
+    assert message.startswith("network.bottleneck.1.running_var holds non-finite values in epoch 0 of stage 0")
 
 
 def test_methods_driven_by_hand_are_told_the_same(mine):
@@ -275,7 +275,7 @@ class TestSaved:
     """Phases and method save what changes within a stage."""
 
     @pytest.mark.parametrize(
-        ("changes", "told"),
+        ("changes", "expected"),
         [
             ([("batches optimiser labels", "optimiser labels")], "Learn of mine does not save 'batches': a run"),
             ([("batches optimiser labels", "batches optimiser")], "Learn of mine does not save 'labels': a run"),
@@ -300,11 +300,11 @@ class TestSaved:
         ],
         ids=["generator", "labels", "of the method", "unused", "the method itself"],
     )
-    def test_what_is_forgotten_is_named_before_training(self, mine, tmp_path, changes, told):
-        if not told:
+    def test_what_is_forgotten_is_named_before_training(self, mine, tmp_path, changes, expected):
+        if not expected:
             assert Run(toy_plan(mine(*changes)), tmp_path / "run").execute().matrix.complete
             return
-        assert refusal(mine(*changes), tmp_path / "run").startswith(told)
+        assert error_of(mine(*changes), tmp_path / "run").startswith(expected)
         assert not (tmp_path / "run" / "config.json").exists()
 
     def test_what_cannot_be_saved_is_named(self, mine, tmp_path):
@@ -312,7 +312,7 @@ class TestSaved:
             ("batches optimiser labels", "batches optimiser labels settings"),
             ("self.batches =", "self.settings = object(); self.batches ="),
         )
-        assert "Learn.settings: an object of type object needs state_dict and load_state_dict" in refusal(
+        assert "Learn.settings: an object of type object needs state_dict and load_state_dict" in error_of(
             mine(*changes), tmp_path / "run"
         )
 
@@ -321,21 +321,21 @@ class TestState:
     """It has to hold all that predicts."""
 
     def test_a_teacher_that_predicts_and_is_not_saved_is_noticed_after_the_first_stage(self, mine, tmp_path):
-        told = refusal(mine(*WITHOUT_TEACHER), tmp_path / "run")
-        assert "state of mine does not hold all that predict needs" in told
-        assert "predict returns other scores for the same images" in told
-        assert "Neither `ratp predict` nor a continued run" in told
+        message = error_of(mine(*WITHOUT_TEACHER), tmp_path / "run")
+        assert "state of mine does not hold all that predict needs" in message
+        assert "predict returns other scores for the same images" in message
+        assert "Neither `ratp predict` nor a continued run" in message
         assert not (tmp_path / "run" / "state.safetensors").exists()
 
     def test_one_that_begins_with_the_first_target_is_noticed_after_it(self, mine, tmp_path):
         late = ("slow.data.lerp_(quick.data, 0.5)", "slow.data.lerp_(quick.data, 0.5 if self.method.stage else 1)")
         as_source = (PREDICT, "return classify(self.teacher if self.stage > 1 else self.network, images, self.scaling)")
-        told = refusal(mine(*WITHOUT_TEACHER, late, as_source), tmp_path / "run")
-        assert "predict returns other scores for the same images" in told
+        message = error_of(mine(*WITHOUT_TEACHER, late, as_source), tmp_path / "run")
+        assert "predict returns other scores for the same images" in message
         assert len(journal_of(tmp_path / "run", "stage_finished")) == 1
 
     @pytest.mark.parametrize(
-        ("mistake", "told"),
+        ("mistake", "expected"),
         [
             ("parts['nobody']", "cannot be restored within a stage from what it saves: KeyError: 'nobody'."),
             ("del self.teacher", "restored within a stage from what it saves: KeyError: 'teacher'."),
@@ -343,8 +343,8 @@ class TestState:
             (f"{TEACHER_TAKEN}; self.stage < 2 or vars(self).pop('teacher')", "predict fails with AttributeError"),
         ],
     )
-    def test_one_that_cannot_be_taken_back_is_noticed(self, mine, tmp_path, mistake, told):
-        assert told in refusal(mine((TEACHER_TAKEN, mistake)), tmp_path / "run")
+    def test_one_that_cannot_be_taken_back_is_noticed(self, mine, tmp_path, mistake, expected):
+        assert expected in error_of(mine((TEACHER_TAKEN, mistake)), tmp_path / "run")
 
     def test_chance_in_predictions_is_noted_and_refuses_nothing(self, mine, tmp_path):
         noisy = (PREDICT, f"{PREDICT} + torch.rand(len(images), 1)")

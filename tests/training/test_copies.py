@@ -18,13 +18,13 @@ from ratp.training.phase import train
 COPYING = pytest.mark.parametrize("method", ["shot", "pcl", "gsfda"])
 
 
-def built(method, **changes):
+def build_method(method, **changes):
     return toy_method(toy_plan(method, changes={"augment": True, **changes}))
 
 
 @COPYING
 def test_the_network_sees_twice_the_images(method, monkeypatch):
-    made, source, targets = built(method, r_con=0.0)
+    made, source, targets = build_method(method, r_con=0.0)
     seen = []
     made.network.backbone.register_forward_hook(
         lambda module, inputs, _: seen.append((module.training, len(inputs[0])))
@@ -49,7 +49,7 @@ def test_copies_of_images_nobody_is_confident_about_have_no_influence(method):
     """Whatever they look like: the step is that of a run without copies."""
     ends = []
     for changes in ({"r_con": 1.0}, {"augment": False}):
-        made, _, targets = built(method, **changes)
+        made, _, targets = build_method(method, **changes)
         for layer in made.network.modules():  # it draws other numbers for more images
             if isinstance(layer, ChannelDropout):
                 layer.probability = 0.0
@@ -63,8 +63,8 @@ def test_copies_of_images_nobody_is_confident_about_have_no_influence(method):
 
 @COPYING
 def test_copies_matter(method):
-    made, source, targets = built(method, r_con=0.0)
-    plain, _, _ = built(method, augment=False)
+    made, source, targets = build_method(method, r_con=0.0)
+    plain, _, _ = build_method(method, augment=False)
     for each in (made, plain):
         each.fit_source(source)
         each.adapt(targets[0].unlabelled())
@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on_with_the_same_layers(method, tmp_path):
 @COPYING
 def test_kernels_must_fit(method):
     with pytest.raises(ConfigError, match="kernel of 99 does not fit into images of 32×32"):
-        built(method, **{"randmix.kernel_sizes": "5,99"})
+        build_method(method, **{"randmix.kernel_sizes": "5,99"})
 
 
 @COPYING
