@@ -125,8 +125,8 @@ def bad_images(kind: str, case: Case, real: LabelledDomain) -> Tensor:
         found = find_stream(stream).load(codes, size, DataOptions())
         return torch.cat([part(item.domain, IMAGES // len(codes)).images for item in found])
     generator, colours = Randomness(0).generator("bad"), 1 if kind == "blank" else size
-    drawn = torch.randint(256, (IMAGES, 3, colours, colours), generator=generator, dtype=torch.uint8)
-    return drawn.expand(-1, -1, size, size).contiguous()
+    noise = torch.randint(256, (IMAGES, 3, colours, colours), generator=generator, dtype=torch.uint8)
+    return noise.expand(-1, -1, size, size).contiguous()
 
 
 def hot(plan: RunPlan) -> RunPlan:

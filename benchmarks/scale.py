@@ -173,8 +173,8 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        asked = {name: value for name, value in vars(options).items() if name != "out"}
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": describe_environment(device)})
+        arguments = {name: value for name, value in vars(options).items() if name != "out"}
+        write_json(options.out, {"numbers": numbers, "options": arguments, "environment": describe_environment(device)})
 
 
 if __name__ == "__main__":

@@ -141,9 +141,9 @@ def main() -> None:
             numbers.setdefault(stage, {})[way] = found
             print(f"{stage:8} {way:10} {found['ms']:9.2f} {found.get('gib', float('nan')):6.2f}", flush=True)
     if options.out:
-        asked = {name: value for name, value in vars(options).items() if name != "out"}
+        arguments = {name: value for name, value in vars(options).items() if name != "out"}
         environment = describe_environment(device, options.precision)
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": environment})
+        write_json(options.out, {"numbers": numbers, "options": arguments, "environment": environment})
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def check_steps_can_be_captured(name):
                 phase.step()
             assert torch.equal(torch.random.get_rng_state(), chance)
             assert method.network.training == mode
-            drawn = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
-            assert all(drawn)
+            moved = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
+            assert all(moved)
             if phase.name != "rotation":
                 dropout = method.network.backbone[2].generator
                 assert any(dropout is generator for generator in phase.generators)

@@ -182,11 +182,11 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="check these cases alone")
     given = parser.parse_args()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"RATP_CACHE": cache, "OMP_NUM_THREADS": "1"}
         code = record(given.file) if given.action == "record" else check(given.file, given.only)
-    print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
     return code
 
 

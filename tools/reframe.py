@@ -63,8 +63,8 @@ def reframe(data: Path, out: Path) -> None:
     found = find_all(data, "digits", [*FRAMES, *AS_THEY_ARE])
     for name, (recipe, frame) in FRAMES.items():
         pictures = reframed(by_folder(name, Place.at(found[name])), frame)
-        made = {"rebuilt": True, "recipe": recipe, "seed": 0}
-        print(write_domain(name, pictures, out / "digits", provenance=made).path)
+        provenance = {"rebuilt": True, "recipe": recipe, "seed": 0}
+        print(write_domain(name, pictures, out / "digits", provenance=provenance).path)
     for name in AS_THEY_ARE:
         (out / "digits" / found[name].name).symlink_to(found[name].resolve())
 

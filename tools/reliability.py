@@ -93,11 +93,11 @@ def words() -> list[str]:
 def collect() -> dict[int, Fault]:
     """The faults by number, as the tests have them."""
     listener = Listener()
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as reported:
         code = pytest.main(["--collect-only", *words()], plugins=[listener])
     missing = FAULTS.keys() ^ listener.faults.keys()
     if code or missing:
-        sys.exit(f"{said.getvalue()}\nthese faults have no test, or no name: {sorted(missing)}")
+        sys.exit(f"{reported.getvalue()}\nthese faults have no test, or no name: {sorted(missing)}")
     return listener.faults
 
 
@@ -142,8 +142,8 @@ def main() -> None:
     faults = collect()
     outcomes = {} if options.check else run(options.jobs)
     text = path.read_text(encoding="utf-8")
-    made = {number: result(fault, outcomes) for number, fault in faults.items()}
-    results = read_results(text) if options.check else made
+    fresh = {number: result(fault, outcomes) for number, fault in faults.items()}
+    results = read_results(text) if options.check else fresh
     new = PATTERN.sub(lambda found: f"{found[1]}{table(faults, results)}\n{found[2]}", text)
     if new != text:
         print(f"{'out of date' if options.check else 'updated'}: {PAGE}")

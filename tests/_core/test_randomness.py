@@ -47,14 +47,14 @@ def test_one_use_does_not_shift_another():
 
 class TestScope:
     def test_it_makes_global_numbers_repeatable(self):
-        drawn = []
+        draws = []
         for _ in range(2):
             torch.rand(3)
             with Randomness(1).scope("network"):
-                drawn.append(torch.rand(4).tolist())
-        assert drawn[0] == drawn[1]
+                draws.append(torch.rand(4).tolist())
+        assert draws[0] == draws[1]
         with Randomness(2).scope("network"):
-            assert torch.rand(4).tolist() != drawn[0]
+            assert torch.rand(4).tolist() != draws[0]
 
     def test_it_leaves_the_global_generator_as_it_was(self):
         before = torch.get_rng_state()
@@ -90,17 +90,17 @@ class TestScope:
             start.wait()
             with Randomness(seed).scope("network"):
                 for _ in range(5):
-                    drawn[seed].append(torch.rand(3).tolist())
+                    draws[seed].append(torch.rand(3).tolist())
                     time.sleep(0.001)
 
         before = torch.get_rng_state()
-        start, drawn = threading.Barrier(4), {seed: [] for seed in range(4)}
-        threads = [threading.Thread(target=beside, args=(seed,)) for seed in drawn]
+        start, draws = threading.Barrier(4), {seed: [] for seed in range(4)}
+        threads = [threading.Thread(target=beside, args=(seed,)) for seed in draws]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert drawn == {seed: alone(seed) for seed in drawn}
+        assert draws == {seed: alone(seed) for seed in draws}
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_a_scope_may_hold_another(self):

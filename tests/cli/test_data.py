@@ -100,11 +100,11 @@ class TestGet:
 
     def test_what_is_there_is_said_and_left_alone(self, mnist, server):
         assert ratp("data", "get", "mnist").code == 0
-        before, asked = files_of(Path("data")), len(server.log)
+        before, request_count = files_of(Path("data")), len(server.log)
         result = ratp("data", "get", "digits/mnist")
         assert (result.code, result.out) == (0, "digits/mnist: there already, data/digits/mnist.zip\n")
         assert files_of(Path("data")) == before
-        assert len(server.log) == asked
+        assert len(server.log) == request_count
 
     def test_a_folder_of_images_counts_as_there(self, mnist, server):
         write_files(Path("data/digits/mnist"), {"0/1.png": png()})

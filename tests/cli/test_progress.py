@@ -65,8 +65,8 @@ class TestLines:
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
         assert len(lines) == 3 * (2 + 4)
-        begun = [line.split(":")[0] for line in lines[1:5]]
-        assert begun == [f"  source epoch {epoch}/2{step}" for epoch in (1, 2) for step in (" step 1/2", "")]
+        starts = [line.split(":")[0] for line in lines[1:5]]
+        assert starts == [f"  source epoch {epoch}/2{step}" for epoch in (1, 2) for step in (" step 1/2", "")]
 
     def test_a_stage_without_training(self, tmp_path):
         assert "source-only stage 2/3 mud: 32 images, 0 steps" in shown(Run(toy_plan("source-only"), tmp_path / "run"))

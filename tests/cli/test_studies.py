@@ -92,8 +92,8 @@ def done(tmp_path_factory):
     path = study_file(folder, FOUR)
     with pytest.MonkeyPatch.context() as patch, no_processes():
         patch.setenv("COLUMNS", "80")
-        said = ratp("study", "run", path, "--out", folder / "runs", *OPTIONS)
-    return folder, said
+        result = ratp("study", "run", path, "--out", folder / "runs", *OPTIONS)
+    return folder, result
 
 
 @pytest.fixture
@@ -109,11 +109,11 @@ def folders(place, pattern="*"):
 
 class TestRun:
     def test_what_it_says(self, done):
-        folder, said = done
-        assert said.code == 0
-        assert is_plain_text(said.out + said.err)
-        assert narrow(said.out)
-        lines = said.err.splitlines()
+        folder, result = done
+        assert result.code == 0
+        assert is_plain_text(result.out + result.err)
+        assert narrow(result.out)
+        lines = result.err.splitlines()
         assert lines[0] == "Tiny runs: 4 of 4 runs to execute"
         ends = [line for line in lines if re.search(r"TDG \d+\.\d  TDA \d+\.\d  FA \d+\.\d  \(.* s\)", line)]
         assert [line.split(":")[0] for line in ends] == [
@@ -122,7 +122,7 @@ class TestRun:
         assert " left" in ends[0]
         assert " left" not in ends[-1]
         assert lines[-1] == f"Runs: {folder / 'runs'}"
-        assert [line.split() for line in said.out.splitlines() if line.strip()] == [
+        assert [line.split() for line in result.out.splitlines() if line.strip()] == [
             ["Tiny", "runs"], ["finished"], ["─" * 24], ["demo"], ["source-only", "2"], ["shot", "2"],
             ["4", "runs", "4"],
         ]  # fmt: skip
@@ -210,10 +210,10 @@ class TestRun:
         study.claim()
         file = io.StringIO()
         follow_study(study, Console(file=file, force_terminal=terminal, width=80), quiet=False, at_once=1)
-        said = ESCAPE.sub("", file.getvalue())
-        assert said.count("note: yard, rain: skipped 1 unusable image:\n  north/bad.png: empty") == 1
-        assert said.count("note:") == 1
-        assert "source-only, yard day>rain, seed 2: TDG" in said
+        output = ESCAPE.sub("", file.getvalue())
+        assert output.count("note: yard, rain: skipped 1 unusable image:\n  north/bad.png: empty") == 1
+        assert output.count("note:") == 1
+        assert "source-only, yard day>rain, seed 2: TDG" in output
         result = ratp("study", "report", path, "--out", "out")
         assert "About the images: rain: skipped 1 unusable image." in result.out
 
@@ -459,12 +459,12 @@ class TestInterruption:
             process.send_signal(signal.SIGINT)
             time.sleep(1)
             Path("go").touch()  # they stop after the step they are at
-            _, said = process.communicate(timeout=60)
+            _, output = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert process.returncode == 130, said
-        assert re.search(r"\nInterrupted. The same command .*\n$", said)
-        assert "Traceback" not in said
+        assert process.returncode == 130, output
+        assert re.search(r"\nInterrupted. The same command .*\n$", output)
+        assert "Traceback" not in output
         assert states(gate, "--out", "out") == ["finished", "interrupted", "interrupted"]
         assert ratp("study", "run", gate, "--out", "out", *OPTIONS, "-q").code == 0
         assert results("out") == results("undisturbed")
@@ -494,11 +494,11 @@ def test_progress_of_a_run_that_begins_a_stage_again():
     watcher.see(run, StageStarted(0, "scan", 8, 12, 6))
     assert watcher.done == 0.5
     watcher.see(run, StageFinished(0, "scan", {}, {}, 1.0, None))
-    for begun, made in ((0, 6), (4, 8)):
-        watcher.see(run, StageStarted(1, "photo", 8, 12, begun))
-        assert watcher.done == pytest.approx(1 + begun / 12)
-        watcher.see(run, Trained(1, "photo", Tick(None, 0, made, made, dict, {}, False)))
-        assert watcher.done == pytest.approx(1 + (begun + made) / 12)
+    for steps_before, steps_made in ((0, 6), (4, 8)):
+        watcher.see(run, StageStarted(1, "photo", 8, 12, steps_before))
+        assert watcher.done == pytest.approx(1 + steps_before / 12)
+        watcher.see(run, Trained(1, "photo", Tick(None, 0, steps_made, steps_made, dict, {}, False)))
+        assert watcher.done == pytest.approx(1 + (steps_before + steps_made) / 12)
     watcher.see(run, StageFinished(1, "photo", {}, {}, 1.0, None))
     assert watcher.done == 2
 
@@ -527,8 +527,8 @@ def test_a_run_that_another_process_began_meanwhile_is_left_to_it(is_terminal):
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=80, highlight=False, legacy_windows=False)
     follow_study(study, console, quiet=False, at_once=1, on=taken)
-    said = [ESCAPE.sub("", line).strip() for line in file.getvalue().splitlines()]
-    (line,) = [line for line in said if "seed 1" in line]
+    output = [ESCAPE.sub("", line).strip() for line in file.getvalue().splitlines()]
+    (line,) = [line for line in output if "seed 1" in line]
     assert line == f"{'– ' if is_terminal else ''}source-only, seed 1: left to process {os.getpid()}"
     assert [study.state(entry) for entry in study.entries] == ["waiting", "finished"]
 

@@ -87,9 +87,9 @@ def test_images_show_the_scans_they_are_said_to_show(domains):
     by_scan = torch.empty_like(ink)
     by_scan[torch.from_numpy(scans)] = ink
     photo = domains["photo"].images.float()
-    said = torch.from_numpy(scan_ids("photo"))
-    right = (photo - by_scan[said][:, None]).abs()
-    wrong = (photo - by_scan[said.roll(1)][:, None]).abs()
+    expected_ids = torch.from_numpy(scan_ids("photo"))
+    right = (photo - by_scan[expected_ids][:, None]).abs()
+    wrong = (photo - by_scan[expected_ids.roll(1)][:, None]).abs()
 
     def edges(images):
         return images.diff(dim=3).abs().mean((1, 2, 3)) + images.diff(dim=2).abs().mean((1, 2, 3))

@@ -978,21 +978,21 @@ def test_fetch(tmp_path, monkeypatch):
     files += [SourceFile("test", ("http://host/test",), None, None, "test", 5)]
     source = DomainSource("mnist", tuple(files), ("train",), terms="for tests only", published=13)
     monkeypatch.setitem(data_set("digits").domains, "mnist", source)
-    asked = []
+    requests = []
 
     def opener(request, timeout):
-        asked.append(request.full_url)
+        requests.append(request.full_url)
         return Response(web[request.full_url.rsplit("/", 1)[1]])
 
     report = fetch_domain("digits", "mnist", tmp_path, opener=opener)
     assert_holds(tmp_path / "digits" / "mnist.zip", GREY, LABELS)
-    assert asked == ["http://host/labels", "http://host/images"]
+    assert requests == ["http://host/labels", "http://host/images"]
     assert report.notes == ("mnist has 12 images; it was published with 13.", "mnist: for tests only.")
     assert sorted(path.name for path in (tmp_path / "downloads" / "digits").iterdir()) == ["images", "labels"]
     with pytest.raises(RatpError, match="exists already"):
         fetch_domain("digits", "mnist", tmp_path, opener=opener)
     fetch_domain("digits", "mnist", tmp_path, opener=opener, replace=True)
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 def test_fetch_counts(tmp_path, monkeypatch):

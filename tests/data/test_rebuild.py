@@ -303,11 +303,11 @@ def test_provenance(tmp_path, photographs):
     mnist_m = build_mnist_m(handwriting(), [photographs[0]], tmp_path / "out", seed=7, count=12).path
     syn = build_syn(tmp_path / "out", seed=8, count=10).path
     for path, recipe, seed in ((mnist_m, "mnist_m 1", 7), (syn, "syn 1", 8)):
-        said = provenance(path)
-        assert said["rebuilt"] is True
-        assert (said["recipe"], said["seed"]) == (recipe, seed)
+        origin_text = provenance(path)
+        assert origin_text["rebuilt"] is True
+        assert (origin_text["recipe"], origin_text["seed"]) == (recipe, seed)
         with zipfile.ZipFile(path) as archive:
-            assert json.loads(archive.comment) == said
+            assert json.loads(archive.comment) == origin_text
     assert provenance(mnist_m)["count"] == 12
 
 
@@ -326,7 +326,7 @@ def test_origin_is_a_phrase(tmp_path, photographs):
 
 
 @pytest.mark.parametrize(
-    ("comment", "said"),
+    ("comment", "origin_text"),
     [
         (b"", None),
         (b'{"author": "me"}', None),
@@ -336,11 +336,11 @@ def test_origin_is_a_phrase(tmp_path, photographs):
         (b'{"rebuilt": true, "recipe": "PK\x05\x06 is no end", "seed": 1}', None),
     ],
 )
-def test_origin_of_other_zips(tmp_path, comment, said):
+def test_origin_of_other_zips(tmp_path, comment, origin_text):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("syn/0/1.png", b"x")
         archive.comment = comment
-    assert origin(tmp_path / "x.zip") == said
+    assert origin(tmp_path / "x.zip") == origin_text
 
 
 def test_origin_of_what_is_no_zip(tmp_path):

@@ -82,7 +82,7 @@ class TestLayout:
 
     def test_what_may_be_meant_as_an_image_and_is_not_read_is_told_apart(self, tmp_path):
         meant = ["cat/1.HEIC", "cat/2.avif", "cat/3.jpg_large", "cat/4.tiff64", "cat/raw/5.cr2"]
-        begun = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
+        files_without_ending = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
         others = [
             "labels.csv",
             "cat/1.jpg.txt",
@@ -96,10 +96,10 @@ class TestLayout:
             "cat/9.jpgw",
             "a.gifv",
         ]
-        files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **begun}
+        files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **files_without_ending}
         for tree in (open_tree(write_files(tmp_path / "d", files)), open_tree(write_zip(tmp_path / "d.zip", files))):
             assert names(tree) == ["cat/1.png"]
-            assert tree.unsupported == tuple(sorted([*meant, *begun]))
+            assert tree.unsupported == tuple(sorted([*meant, *files_without_ending]))
             (remark,) = remarks_on(tree)
             assert remark.startswith("7 files skipped, unsupported format: without ending (2), ")
             assert ".heic (1)" in remark

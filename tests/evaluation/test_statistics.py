@@ -116,8 +116,8 @@ class TestSummarise:
         assert astuple(summarise([value] * n)) == close((n, value, 0, value, value), abs=1e-10)
 
     def test_intervals_cover_as_often_as_they_say(self):
-        drawn = np.random.default_rng(0).normal(70, 3, (2000, 3))
-        covered = np.mean([s.low < 70 < s.high for s in map(summarise, drawn)])
+        samples = np.random.default_rng(0).normal(70, 3, (2000, 3))
+        covered = np.mean([s.low < 70 < s.high for s in map(summarise, samples)])
         assert covered == pytest.approx(0.95, abs=0.015)
 
     def test_nothing_is_refused(self):

@@ -214,8 +214,8 @@ class TestSharing:
         runs = [Run(toy_plan(seed=seed), tmp_path / str(seed), wait=True) for seed in range(30)]
 
         def lanes(count, *devices, at_once=None):
-            made = local._device_lanes(runs[:count], [torch.device(name) for name in devices], at_once)
-            processes = [lane.worker for lane in made]
+            results = local._device_lanes(runs[:count], [torch.device(name) for name in devices], at_once)
+            processes = [lane.worker for lane in results]
             return [list(map(id, processes)).count(id(p)) for p in {id(p): p for p in processes}.values()]
 
         assert lanes(30, "cuda:0", "cuda:1") == [8, 8]
@@ -237,9 +237,9 @@ class TestTrouble:
         hold(*SEEDS)
 
         def kill():
-            made = wait_for(4)
-            killed.update(seed for seed, pid in made.items() if pid == made[1])
-            os.kill(made[1], signal.SIGKILL)
+            pids = wait_for(4)
+            killed.update(seed for seed, pid in pids.items() if pid == pids[1])
+            os.kill(pids[1], signal.SIGKILL)
             let_go()
 
         killed = set()
@@ -291,16 +291,16 @@ class TestTrouble:
         monkeypatch.setattr(local, "Worker", Doomed)
         runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(6)]
         with pytest.warns(RetryWarning) as notes:
-            made = run_all(runs, devices=[CPU, *broken], at_once=1)
-        assert all(isinstance(result, RunRecord) for result in made)
+            results = run_all(runs, devices=[CPU, *broken], at_once=1)
+        assert all(isinstance(result, RunRecord) for result in results)
         assert len(notes) == local.MOST_DEATHS
         broken.append(CPU)
         ended = []
         with pytest.warns(RetryWarning) as notes:
-            made = run_all(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
+            results = run_all(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
         assert len(notes) == 2 * local.MOST_DEATHS
-        assert all("nothing is left to make" in str(result) for result in made)
-        assert len([result for result in made if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
+        assert all("nothing is left to make" in str(result) for result in results)
+        assert len([result for result in results if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
         assert len(ended) == 6
 
     def test_a_run_of_a_device_that_fails_last_goes_on_where_another_one_works(self, tmp_path, monkeypatch):
@@ -327,8 +327,8 @@ class TestTrouble:
         monkeypatch.setattr(local, "Worker", Doomed)
         runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(3)]
         with pytest.warns(RetryWarning):
-            made = run_all(runs, devices=[CPU, torch.device("cuda", 1)], at_once=1)
-        assert all(isinstance(result, RunRecord) for result in made)
+            results = run_all(runs, devices=[CPU, torch.device("cuda", 1)], at_once=1)
+        assert all(isinstance(result, RunRecord) for result in results)
 
     def test_a_run_that_ends_every_process_is_given_up_and_the_others_are_made(self, tmp_path, monkeypatch):
         """Every finished stage allows it as many deaths again."""
@@ -382,12 +382,12 @@ class TestInterruption:
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
             let_go()
-            _, said = process.communicate(timeout=60)
+            _, output = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert process.returncode == 130, said
-        assert said.endswith("\nInterrupted. The same command continues from there.\n")
-        assert "Traceback" not in said
+        assert process.returncode == 130, output
+        assert output.endswith("\nInterrupted. The same command continues from there.\n")
+        assert "Traceback" not in output
         assert not alive(workers)
         assert not list(Path("out").glob("*/weights.safetensors"))
         assert not Path("out/failures").exists()

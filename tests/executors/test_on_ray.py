@@ -279,12 +279,12 @@ class TestInterruption:
             wait_until(lambda: [*study.states().values()] == ["finished", "running"], seconds=120)
             wait_until((study.entries[1].folder / "config.json").exists, seconds=120)
             process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=60)[1]
+            output = process.communicate(timeout=60)[1]
         finally:
             process.kill()
             process.communicate()
-        assert process.returncode == 128 + signal.SIGTERM, said
-        assert said.endswith("Interrupted. The same command continues from there.\n") and "SIGTERM" not in said
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert output.endswith("Interrupted. The same command continues from there.\n") and "SIGTERM" not in output
         assert [*study.states().values()] == ["finished", "interrupted"]
         wait_until(all_idle)
 
@@ -331,8 +331,8 @@ class TestFailures:
         (folders[0] / "thesis.txt").write_text("mine")
         runs = [Run(plan, folder, wait=True) for plan, folder in zip(plans, folders, strict=True)]
         runs[3].plan = replace(runs[3].plan, request=None)
-        made = list(make_run(work_of(four.entries[3].plan, folders[2]), {}))
-        for answer in made[:2]:
+        results = list(make_run(work_of(four.entries[3].plan, folders[2]), {}))
+        for answer in results[:2]:
             keep(folders[2], answer["files"])
         with exclusive(folders[1]):
             thesis, taken, another, hand = run_all_on_ray(runs)

@@ -129,8 +129,8 @@ class TestProcesses:
             ]
             untrained = [kind for kind in kinds(events[str(seed)]) if kind != "Trained"]
             assert untrained == [kind for kind in kinds(event for event, _ in alone) if kind != "Trained"]
-            made = [event.tick.made for event in events[str(seed)] if isinstance(event, Trained)]
-            assert sum(made) == sum(event.tick.made for event, _ in alone if isinstance(event, Trained))
+            steps = [event.tick.made for event in events[str(seed)] if isinstance(event, Trained)]
+            assert sum(steps) == sum(event.tick.made for event, _ in alone if isinstance(event, Trained))
             for there, here, means in paired(events[str(seed)], alone):
                 if isinstance(here, StageStarted | Probed):
                     assert there == here
@@ -196,18 +196,18 @@ class TestProcesses:
         runs = [Run(plan_of(seed=seed, steps=150), tmp_path / str(seed)) for seed in (1, 2)]
         runs.append(Run(plan_of("source-only"), tmp_path / "3"))
         with pytest.warns(RetryWarning, match=r"\(signal 9\): it goes on with what was kept") as notes:
-            made = run_all(runs, at_once=2, on_event=kill)
+            results = run_all(runs, at_once=2, on_event=kill)
         assert len(killed) == len(notes) == 2
-        assert all(isinstance(result, RunRecord) for result in made)
+        assert all(isinstance(result, RunRecord) for result in results)
 
-    @pytest.mark.parametrize("said", [b"", b'{"request": {"str', b"{}]\n"])
-    def test_who_asks_and_dies_is_not_waited_for(self, said):
+    @pytest.mark.parametrize("request", [b"", b'{"request": {"str', b"{}]\n"])
+    def test_who_asks_and_dies_is_not_waited_for(self, request):
         """A request may be cut short."""
         ours, theirs = socket.socketpair()
         server = threading.Thread(target=answer, args=(theirs, None), daemon=True)
         server.start()
         with ours:
-            ours.sendall(said)
+            ours.sendall(request)
         server.join(10)
         assert not server.is_alive()
 

@@ -53,10 +53,10 @@ def small_disk(tmp_path):
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
     try:
-        made = subprocess.run(mount, capture_output=True, check=False)
+        mounted = subprocess.run(mount, capture_output=True, check=False)
     except OSError:
         pytest.skip("there is no mount")
-    if made.returncode:
+    if mounted.returncode:
         pytest.skip("disks may not be mounted here")
     yield place
     subprocess.run(["umount", str(place)], check=True)

@@ -40,8 +40,8 @@ text = st.text(max_size=12)
 )
 @example("demo", "ratp", "default", "official", "1", {"network.width": "1e9"}, "cpu", "none")
 def test_any_request(stream, method, order, preset, seed, changes, device, weights):
-    asked = {"stream": stream, "method": method, "order": order, "preset": preset, "seed": seed, "device": device}
-    plan, _ = attempt(lambda: resolve(RunRequest(**asked, changes=changes, weights=weights)))
+    arguments = {"stream": stream, "method": method, "order": order, "preset": preset, "seed": seed, "device": device}
+    plan, _ = attempt(lambda: resolve(RunRequest(**arguments, changes=changes, weights=weights)))
     assert plan is None or len(set(plan.order)) == len(plan.order) > 1
 
 
@@ -92,8 +92,8 @@ def test_any_folders(tmp_path_factory, source, target, on_bad):
     plant(root / "day", [*source, *(([name], ".png", "image") for name in CLASSES[:2] for _ in range(2))])
     plant(root / "night", target)
     sizes = {**TINY, "network.backbone": "dtn"}
-    asked = {"source": root / "day", "targets": (root / "night",), "data": DataOptions(None, on_bad, "drop")}
-    stream, _ = attempt(lambda: resolve(RunRequest("folders", **asked, changes=sizes, device="cpu")).load_stream())
+    arguments = {"source": root / "day", "targets": (root / "night",), "data": DataOptions(None, on_bad, "drop")}
+    stream, _ = attempt(lambda: resolve(RunRequest("folders", **arguments, changes=sizes, device="cpu")).load_stream())
     usable = sum(kind == "image" and ending.lower() in (".png", ".jpg", ".png.png") for _, ending, kind in target)
     assert stream is None or 0 < len(stream.targets[0]) <= usable
     shutil.rmtree(root)

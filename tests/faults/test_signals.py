@@ -81,12 +81,12 @@ def test_to_the_whole_group(devices, command, tmp_path):
             assert process.poll() is None and time.monotonic() - started < DEADLINE
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGTERM)
-        said = process.communicate(timeout=DEADLINE)[1].decode()
+        output = process.communicate(timeout=DEADLINE)[1].decode()
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert said.endswith("Interrupted. The same command continues from there.\n") and "Traceback" not in said
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert output.endswith("Interrupted. The same command continues from there.\n") and "Traceback" not in output
     assert len(list(tmp_path.glob("*/checkpoint.safetensors"))) == 2
 
 
@@ -110,10 +110,10 @@ def test_while_it_is_imported(way, command, tmp_path):
             wait_for(process, "torch")
             time.sleep(chance.uniform(0.0, most))
             process.send_signal(number)
-            said = process.stderr.read()
-        moments.append((process.returncode, said))
+            output = process.stderr.read()
+        moments.append((process.returncode, output))
         assert process.returncode in (-number, 128 + number, 0), moments
-        assert "Traceback" not in said and "KeyboardInterrupt" not in said, moments
+        assert "Traceback" not in output and "KeyboardInterrupt" not in output, moments
     assert moments[0] in ((-signal.SIGINT, ""), (128 + signal.SIGINT, "")), moments
 
 

@@ -41,9 +41,9 @@ def test_too_large_a_chunk_is_halved_until_it_fits(rows, chunk):
     device = SmallDevice(rows)
     expected = squares(SmallDevice(1000), 1000)
     assert all(torch.equal(*pair) for pair in zip(squares(device, chunk), expected, strict=True))
-    failed = [asked for asked in device.asked if asked > rows]
+    failed = [size for size in device.asked if size > rows]
     assert all(later == earlier // 2 for earlier, later in itertools.pairwise(failed))
-    assert sum(asked for asked in device.asked if asked <= rows) == 100
+    assert sum(size for size in device.asked if size <= rows) == 100
 
 
 def test_what_is_done_already_is_not_done_again():

@@ -91,8 +91,8 @@ def lattice(seed, points, queries=60, dim=3, classes=4):
     rng = np.random.default_rng(seed)
     half = rng.integers(-2, 3, size=(points // 2, dim))
     grid = np.concatenate([half, -half]).astype(np.float32)
-    asked = rng.integers(-2, 3, size=(queries, dim)).astype(np.float32)
-    return torch.tensor(asked), torch.tensor(grid), torch.tensor(rng.integers(classes, size=len(grid)))
+    query_points = rng.integers(-2, 3, size=(queries, dim)).astype(np.float32)
+    return torch.tensor(query_points), torch.tensor(grid), torch.tensor(rng.integers(classes, size=len(grid)))
 
 
 class TestTies:

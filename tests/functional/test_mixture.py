@@ -78,11 +78,11 @@ def test_certainty_is_in_the_order_of_the_posterior_and_goes_on_where_that_is_on
 def test_samples_have_the_moments_of_their_component():
     given, labels, _ = clusters()
     mixture = fit_mixture(given, labels, 3, RIDGE)
-    drawn, classes = mixture.sample(20_000, torch.Generator().manual_seed(0))
-    assert drawn.shape == (60_000, 4)
+    samples, classes = mixture.sample(20_000, torch.Generator().manual_seed(0))
+    assert samples.shape == (60_000, 4)
     assert classes.bincount().tolist() == [20_000] * 3
     for k in range(3):
-        own = drawn[classes == k]
+        own = samples[classes == k]
         torch.testing.assert_close(own.mean(dim=0), mixture.means[k], rtol=0, atol=0.05)
         torch.testing.assert_close(own.T.cov(), mixture.roots[k] @ mixture.roots[k].T, rtol=0, atol=0.08)
     assert torch.equal(

@@ -151,10 +151,10 @@ class TestSigns:
         assert picture_structure(images_of("blank")) == 0
         ramp = (torch.arange(32) * 8).expand(4, 3, 32, 32).to(torch.uint8)
         assert picture_structure(ramp[:, :, :, ::1]) > 0.4  # rows differ by nothing, columns by little
-        drawn = toy_domain("ink").images
-        assert picture_structure(drawn) > 0.5
-        assert picture_structure(255 - drawn) == pytest.approx(picture_structure(drawn))
-        assert picture_structure(drawn[:, :, :1, :1]) == 0  # a single pixel has no neighbour
+        pictures = toy_domain("ink").images
+        assert picture_structure(pictures) > 0.5
+        assert picture_structure(255 - pictures) == pytest.approx(picture_structure(pictures))
+        assert picture_structure(pictures[:, :, :1, :1]) == 0  # a single pixel has no neighbour
 
     @given(size=st.integers(1, 50), seed=st.integers(0, 99))
     def test_broken_images_have_the_same_pixels_in_another_order(self, size, seed):
@@ -356,11 +356,11 @@ def test_a_decision_outlives_the_journal(tmp_path):
 
 
 class TestPlan:
-    def own(self, folder, **asked):
+    def own(self, folder, **requested):
         for seed, name in enumerate(("day", "rain")):
             write_files(folder / name, image_files(seed=seed))
-        asked = {"stream": str(folder), "order": "day>rain", "device": "cpu", "weights": "none", **asked}
-        return resolve(RunRequest(changes={"network.backbone": "dtn"}, **asked))
+        requested = {"stream": str(folder), "order": "day>rain", "device": "cpu", "weights": "none", **requested}
+        return resolve(RunRequest(changes={"network.backbone": "dtn"}, **requested))
 
     def test_it_acts_on_own_images_and_records_elsewhere(self, tmp_path):
         assert self.own(tmp_path).guard == "act"
@@ -408,9 +408,9 @@ class TestPlan:
         resumed = Run(unasked, tmp_path / "run")
         assert resumed.plan.guard == "record"
         assert resumed.execute().matrix.complete
-        asked = replace(unasked, request=replace(unasked.request, guard="act"))
+        requested = replace(unasked, request=replace(unasked.request, guard="act"))
         with pytest.raises(RunDirectoryError, match="guard: off or record there, act requested"):
-            Run(asked, tmp_path / "run").execute()
+            Run(requested, tmp_path / "run").execute()
 
     def test_a_guarded_run_is_not_taken_up_without_its_guard(self, tmp_path):
         Run(make_plan(guard="act", changes={}), tmp_path / "run").execute()

@@ -124,9 +124,9 @@ def test_that_is_the_console_of_the_command_line():
 def test_a_warning_gives_names_no_say(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     print_plainly()
-    said = warnings.formatwarning(Note(f"a class is called {ORDERS}"), Note, "file.py", 1)
-    assert said.startswith("note: a class is called ")
-    assert said == printable(said)
+    text = warnings.formatwarning(Note(f"a class is called {ORDERS}"), Note, "file.py", 1)
+    assert text.startswith("note: a class is called ")
+    assert text == printable(text)
 
 
 OPENED = (

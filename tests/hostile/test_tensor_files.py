@@ -88,9 +88,9 @@ def test_what_is_none_of_ours_is_refused_by_its_contents(data, here, assert_erro
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_state_of_no_numbers(value, run):
     """It was not this run that wrote it, for that one refuses to; its hash is right all the same."""
-    tensors, said = read_tensors(run / "weights.safetensors")
+    tensors, metadata = read_tensors(run / "weights.safetensors")
     spoilt = {name: torch.full_like(tensor, value) for name, tensor in tensors.items() if tensor.is_floating_point()}
-    write_tensors(Path("in.safetensors"), {**tensors, **spoilt}, said)
+    write_tensors(Path("in.safetensors"), {**tensors, **spoilt}, metadata)
     options = ["--set", "network.width=0.03", "--set", "network.hidden=8", "--set", "network.dim=4"]
     result = ratp("run", "--weights", "in.safetensors", "--device", "cpu", "--method", "source-only", *options)
     assert (result.code, result.out) == (2, "")
@@ -125,7 +125,7 @@ SAID = {"domains": ["ink", "mud", "fog"], "classes": ["north", "south"], "stage"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "metadata"),
     [
         ({"embedding": torch.full((8, 4), float("nan"))}, {}),
         ({"embedding": torch.full((8, 4), float("inf"))}, {}),
@@ -143,9 +143,11 @@ SAID = {"domains": ["ink", "mud", "fog"], "classes": ["north", "south"], "stage"
         ({}, {"schema": 9}),
     ],
 )
-def test_embeddings_that_are_none(tensors, said, run):
+def test_embeddings_that_are_none(tensors, metadata, run):
     for stage in range(3):
-        write_tensors(run / f"features-{stage}.safetensors", GOOD | tensors, FEATURES.marked(SAID | said) | said)
+        write_tensors(
+            run / f"features-{stage}.safetensors", GOOD | tensors, FEATURES.marked(SAID | metadata) | metadata
+        )
     with pytest.warns(PictureWarning, match=r"a picture is left out: .*features-0\.safetensors"):
         result = ratp("report", "run", "--quiet")
     assert result.code == 0, result

@@ -206,11 +206,11 @@ class TestBank:
     def test_without_a_look_images_are_labelled_as_predicted_at_first(self, monkeypatch):
         monkeypatch.setattr(adacontrast, "UNASKED", 16)
         for by_hand in (True, False):
-            asked = []
+            lookups = []
             monkeypatch.setattr(
                 adacontrast,
                 "neighbour_mean",
-                lambda *a: asked.append(len(a[1])) or neighbour_mean(*a),  # noqa: B023
+                lambda *a: lookups.append(len(a[1])) or neighbour_mean(*a),  # noqa: B023
             )
             method, (target, _) = build_method(first_look=False)
             if by_hand:
@@ -218,7 +218,7 @@ class TestBank:
                     method.observe(part)
             else:
                 method.adapt(target)
-            assert asked == [16, 24]
+            assert lookups == [16, 24]
             assert method.bank.filled == 32
 
     def test_the_first_answer_without_a_look_is_the_networks_own(self):

@@ -157,8 +157,8 @@ class TestStep:
             with ReadBack():
                 phase.step()
             assert torch.equal(torch.random.get_rng_state(), chance)
-            drawn = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
-            assert all(drawn)
+            moved = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
+            assert all(moved)
             assert any(method.network.backbone[2].generator is generator for generator in phase.generators)
 
 

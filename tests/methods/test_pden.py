@@ -157,12 +157,12 @@ class TestStep:
         batch = stage.batches.draw(TINY["batch"])
         clean = batch.images * 0.5 + 0.5
         assert clean.min() >= -1e-6 and clean.max() <= 1 + 1e-6
-        made = stage._generator(clean, torch.randn(len(clean), NOISE_DIM, generator=stage._noise))
+        generated = stage._generator(clean, torch.randn(len(clean), NOISE_DIM, generator=stage._noise))
         old_noise = torch.randn(len(clean), NOISE_DIM, generator=stage._noise)
         assert torch.randint(1, (1,), generator=stage._noise) == 0
         old = twin.generators[0](clean, old_noise)
         u = torch.rand(len(clean), 1, 1, 1, generator=stage._noise)
-        views = [made, clean, old, u * clean + (1 - u) * old]
+        views = [generated, clean, old, u * clean + (1 - u) * old]
         output = twin.network(torch.cat([(view - 0.5) / 0.5 for view in views]))
         losses = [F.cross_entropy(part, batch.labels) for part in output.logits.chunk(4)]
         step = phase.step()
@@ -178,10 +178,10 @@ class TestStep:
         batch = stage.batches.draw(TINY["batch"])
         clean = batch.images * 0.5 + 0.5
         seen = stage._generator.look(clean)
-        made = stage._draw(seen)
+        output = stage._draw(seen)
         before = snapshot(dict(method.network.named_parameters()) | dict(method.projection.named_parameters()))
         generator = snapshot(stage._generator.state_dict())
-        terms = stage._expand(made, seen, clean, [batch.images] * 3, batch.labels)
+        terms = stage._expand(output, seen, clean, [batch.images] * 3, batch.labels)
         after = dict(method.network.named_parameters()) | dict(method.projection.named_parameters())
         assert same_tensors(after, before)
         assert not same_tensors(stage._generator.state_dict(), generator)
@@ -218,7 +218,7 @@ class TestStep:
 
     def test_the_layout_of_gpus_is_kept_from_layer_to_layer_and_gives_the_same(self):
         """Each layer that turned images round would cost as much again on a GPU."""
-        made = {}
+        results = {}
         for channels_last in (False, True):
             method, source, _ = build_method(**FEW)
             if channels_last:
@@ -236,9 +236,9 @@ class TestStep:
                 phase.step()
                 phase.finish()
             assert layouts == {channels_last}
-            made[channels_last] = method.state()
-        for name, tensor in made[False].items():
-            torch.testing.assert_close(made[True][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+            results[channels_last] = method.state()
+        for name, tensor in results[False].items():
+            torch.testing.assert_close(results[True][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
     def test_recomputing_changes_no_bit(self):
         outcomes = []

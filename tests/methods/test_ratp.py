@@ -347,11 +347,11 @@ class TestLabels:
     def test_they_are_made_of_what_the_model_thinks_at_rest(self, monkeypatch):
         """In evaluation mode, of all images, with the switches as set."""
         method, (target, _) = build_trained(t2pl__r_top=7, t2pl__classes="all")
-        asked = []
+        modes = []
         real = module.t2pl
-        monkeypatch.setattr(module, "t2pl", lambda *given: asked.append(given) or real(*given))
+        monkeypatch.setattr(module, "t2pl", lambda *given: modes.append(given) or real(*given))
         start(method, target)
-        ((embedding, probabilities, config),) = asked
+        ((embedding, probabilities, config),) = modes
         with torch.no_grad():
             output = method.network.eval()(method.scaling(target.images))
         torch.testing.assert_close(embedding, output.embedding)

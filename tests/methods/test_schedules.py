@@ -17,12 +17,12 @@ FALLING = [
 
 @pytest.mark.parametrize("name", FALLING)
 def test_it_knows_the_steps_of_an_epoch(name, monkeypatch):
-    made, make = [], StageSGD.__init__
+    schedules, make = [], StageSGD.__init__
 
     def watched(self, parameters, lr, epochs, config, steps=1):
         make(self, parameters, lr, epochs, config, steps)
         if config.schedule == "per-step":
-            made.append(steps)
+            schedules.append(steps)
 
     monkeypatch.setattr(StageSGD, "__init__", watched)
     more = {"decay": 1} if name == "l2d" else {}  # its own steps of the rate would come on top
@@ -30,5 +30,5 @@ def test_it_knows_the_steps_of_an_epoch(name, monkeypatch):
     method.fit_source(source)
     if name != "oracle":  # which is told labels
         method.adapt(targets[0])
-    assert made
-    assert set(made) == {STEPS}
+    assert schedules
+    assert set(schedules) == {STEPS}

@@ -156,7 +156,7 @@ class TestFile:
         assert hash(one) == hash(same_one)
 
     @pytest.mark.parametrize(
-        ("asked", "expected"),
+        ("requested", "expected"),
         [
             ("imagnet", "Did you mean 'imagenet'?"),
             ("here.safetensors", "does not exist"),
@@ -164,10 +164,10 @@ class TestFile:
             ("a" * 300, "File name too long"),
         ],
     )
-    def test_what_is_not_there(self, asked, expected, tmp_path, monkeypatch):
+    def test_what_is_not_there(self, requested, expected, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError) as caught:
-            find_weights(asked, "dtn")
+            find_weights(requested, "dtn")
         assert expected in str(caught.value)
 
     def test_a_folder(self, tmp_path):
@@ -281,16 +281,16 @@ class TestPublished:
 
     def test_timms(self, monkeypatch):
         timm = pytest.importorskip("timm")
-        create, asked = timm.create_model, []
+        create, requested = timm.create_model, []
 
         def from_the_web(name, *, pretrained, **options):
-            asked.append(pretrained)
+            requested.append(pretrained)
             return create(name, pretrained=False, **options)
 
         monkeypatch.setattr(timm, "create_model", from_the_web)
         before = torch.get_rng_state()
         weights = find_weights("imagenet", "timm:mobilenetv3_small_050")
-        assert asked == [True]
+        assert requested == [True]
         assert torch.equal(torch.get_rng_state(), before)
         assert weights.name == "mobilenetv3_small_050.lamb_in1k"
         assert find_weights("imagenet", "timm:mobilenetv3_small_050") is weights

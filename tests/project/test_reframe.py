@@ -39,22 +39,22 @@ def picture(path):
 
 def test_what_is_framed_anew(tmp_path, data):
     tool.reframe(data, tmp_path / "out")
-    made, given = tmp_path / "out" / "digits", data / "digits"
-    middle, name = picture(made / "mnist_m.zip")
+    output, given = tmp_path / "out" / "digits", data / "digits"
+    middle, name = picture(output / "mnist_m.zip")
     assert name == "mnist_m/7/00000.png"
     assert (middle == picture(given / "mnist_m.zip")[0][2:30, 2:30]).all()
-    framed, _ = picture(made / "usps.zip")
+    framed, _ = picture(output / "usps.zip")
     assert framed.shape == (32, 32)
     assert not framed[:2].any()
     assert not framed[:, 30:].any()
     assert framed[2:30, 2:30].mean() > 60
-    assert [origin(made / f"{name}.zip") for name in ("mnist_m", "usps", "svhn")] == [
+    assert [origin(output / f"{name}.zip") for name in ("mnist_m", "usps", "svhn")] == [
         "rebuilt: mnist_m without margin 1, seed 0",
         "rebuilt: usps with margin 1, seed 0",
         None,
     ]
     for name in ("mnist", "svhn", "syn"):
-        assert (made / f"{name}.zip").resolve() == (given / f"{name}.zip").resolve()
+        assert (output / f"{name}.zip").resolve() == (given / f"{name}.zip").resolve()
 
 
 def test_a_domain_that_is_missing_is_named_and_nothing_written(tmp_path, data):

@@ -84,8 +84,8 @@ class TestDrawing:
         assert above == ["north", "east", "south", "west"]
         assert below == ["ink", "mud", "fog"]
         for upper, lower in zip(figure.axes[:3], figure.axes[3:], strict=True):
-            drawn = [np.concatenate([part.get_offsets() for part in ax.collections]) for ax in (upper, lower)]
-            assert sorted(map(tuple, drawn[0])) == sorted(map(tuple, drawn[1]))
+            points = [np.concatenate([part.get_offsets() for part in ax.collections]) for ax in (upper, lower)]
+            assert sorted(map(tuple, points[0])) == sorted(map(tuple, points[1]))
 
     def test_without_embeddings_there_is_no_picture(self, runs):
         assert feature_maps(read_run(runs / "without")) is None

@@ -162,8 +162,8 @@ def test_runs_alike_but_for_the_seed_need_no_note(make_run):
 
 
 def test_a_value_that_had_to_be_asked_for_before_it_was_the_default_makes_no_difference(make_run):
-    asked, by_default = make_run(seed=0, changed={"pca": True}), make_run(seed=1)
-    (group,) = group_runs([replace(run, name="ratp") for run in (asked, by_default)])
+    explicit, by_default = make_run(seed=0, changed={"pca": True}), make_run(seed=1)
+    (group,) = group_runs([replace(run, name="ratp") for run in (explicit, by_default)])
     assert not any("differ" in note for note in sections([group])[0].notes())
 
 

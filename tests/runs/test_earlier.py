@@ -47,12 +47,12 @@ def go_on(folder, after, run_plan=None, **how):
 
 def stop_in(run, stage, steps=2):
     """Stops a run after so many steps of a stage."""
-    events, made = run.events(), 0
+    events, steps_made = run.events(), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContinuedWarning)
         for event in events:
-            made += isinstance(event, Trained) and event.stage == stage
-            if made == steps:
+            steps_made += isinstance(event, Trained) and event.stage == stage
+            if steps_made == steps:
                 break
     events.close()
 
@@ -154,7 +154,7 @@ class TestDirectory:
             domains = [d.unlabelled() if d.name in names else d for d in DOMAINS[:count]]
             files = tuple(f"{i}.png" for i in range(100))
             loaded = [LoadedDomain(d, files=files[: len(d.images)]) for d in domains]
-            return replace(made := plan(count), spec=replace(made.spec, load=lambda *_: loaded))
+            return replace(bare_plan := plan(count), spec=replace(bare_plan.spec, load=lambda *_: loaded))
 
         Run(bare(SHORT, "mud"), tmp_path / "early").execute()
         go_on(tmp_path / "late", tmp_path / "early", bare(4, "mud", "ice"))
@@ -258,7 +258,7 @@ class TestStopped:
 
     @pytest.mark.slow
     def test_in_other_processes(self, tmp_path):
-        def made(name, order, after=None):
+        def begin_run(name, order, after=None):
             requests = [
                 RunRequest("demo", "shot", order, seed=s, changes=small, subset=True, device="cpu") for s in (1, 2)
             ]
@@ -269,8 +269,8 @@ class TestStopped:
             return runs
 
         small = {**TINY, "epochs": 1}
-        made("early", "scan>font")
-        late, whole = made("late", "scan>font>street", "early"), made("whole", "scan>font>street")
+        begin_run("early", "scan>font")
+        late, whole = begin_run("late", "scan>font>street", "early"), begin_run("whole", "scan>font>street")
         for run, other in zip(late, whole, strict=True):
             assert_same(run.folder, other.folder)
 

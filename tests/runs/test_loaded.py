@@ -104,8 +104,8 @@ class TestWrongImages:
     @pytest.mark.parametrize("method", ["ratp", "tent"])
     def test_they_are_refused(self, runs, method, images, expected):
         run = ratp.load(runs / method)
-        asked = [run.predict, run.method.predict, run.method.embed]
-        for ask in asked + ([run.method.observe] if method == "tent" else []):
+        calls = [run.predict, run.method.predict, run.method.embed]
+        for ask in calls + ([run.method.observe] if method == "tent" else []):
             with pytest.raises(RatpError, match=rf"must be a uint8 tensor of shape \(N, 3, 32, 32\), .*{expected}"):
                 ask(images)
 

@@ -50,13 +50,13 @@ def assert_same(folder, other):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Undisturbed runs and their numbers of ticks, made when first asked for."""
-    made = {}
+    cached_runs = {}
 
     def get(method):
-        if method not in made:
+        if method not in cached_runs:
             folder = tmp_path_factory.mktemp("whole") / "run"
-            made[method] = folder, sum(isinstance(e, Trained) for e in Run(make_plan(method), folder).events())
-        return made[method]
+            cached_runs[method] = folder, sum(isinstance(e, Trained) for e in Run(make_plan(method), folder).events())
+        return cached_runs[method]
 
     return get
 

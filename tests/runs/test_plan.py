@@ -419,11 +419,11 @@ class TestImagesInMemory:
         assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
 
     @pytest.mark.parametrize(
-        ("asked", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
+        ("options", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
     )
-    def test_they_are_guarded_as_folders_are(self, asked, mode):
-        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **asked))
-        assert plan.guard == asked.get("guard", "record")  # the benchmark's own images
+    def test_they_are_guarded_as_folders_are(self, options, mode):
+        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **options))
+        assert plan.guard == options.get("guard", "record")  # the benchmark's own images
         assert plan.on("mine", toy_domains()).guard == mode
         assert plan.on("mine", toy_domains()).on("mine", toy_domains()).guard == mode
 

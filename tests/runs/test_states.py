@@ -176,12 +176,12 @@ class TestGoingBack:
             killed.setattr(States, "settle", lambda self: None)
             Run(plan, tmp_path).execute()
         (path,) = tmp_path.glob("predictions-*.csv")
-        made = path.read_bytes()
+        predictions = path.read_bytes()
         path.write_text("of another model")
         damage(tmp_path / LATEST)
         with pytest.warns(StateWarning):
             Run(plan, tmp_path).execute()
-        assert path.read_bytes() == made
+        assert path.read_bytes() == predictions
 
     def test_while_it_is_needed(self, stopped, whole):
         """The file goes while the run is under way: it says so, and never takes an untrained method instead."""

@@ -34,8 +34,8 @@ def shared(name):
     return path if path.exists() else pytest.skip(f"no {path}")
 
 
-def load_digits(order="default", **asked):
-    return resolve(RunRequest("digits", order=order, **asked)).load_stream()
+def load_digits(order="default", **requested):
+    return resolve(RunRequest("digits", order=order, **requested)).load_stream()
 
 
 class TestOrders:

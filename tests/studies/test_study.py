@@ -316,7 +316,7 @@ class TestMistakes:
 
     def test_one_run_in_two_precisions(self, monkeypatch):
         """Their runs would get the same directory, and tables one number for both."""
-        monkeypatch.setattr("ratp.runs.plan.find_precision", lambda asked, device: asked)
+        monkeypatch.setattr("ratp.runs.plan.find_precision", lambda requested, device: requested)
         both = (f'{DIGITS}precision = "{name}"\n' for name in ("tf32", "bf16"))
         with pytest.raises(ConfigError, match="grid 2: two grids ask for the same run in tf32 and bf16"):
             plan_study("".join(both))
@@ -430,18 +430,21 @@ def finished_study(tmp_path_factory):
     """A study of three runs; the first fails."""
     folder = tmp_path_factory.mktemp("made")
     path = study_file(folder, grid(WILD, "seeds = [1]"), TWO)
-    made = FinishedStudy(read_study(path, folder / "runs", NO_WEIGHTS))
-    made.study.claim()
+    finished = FinishedStudy(read_study(path, folder / "runs", NO_WEIGHTS))
+    finished.study.claim()
 
     def look(run, event):
         if isinstance(event, StageStarted):
-            made.held.append(sum("stream" in item.__dict__ for item in runs_of(made.study)))
+            finished.held.append(sum("stream" in item.__dict__ for item in runs_of(finished.study)))
 
     with no_processes():
         run_study(
-            made.study, at_once=1, on_event=look, on_end=lambda entry, result: made.ends.update({entry.name: result})
+            finished.study,
+            at_once=1,
+            on_event=look,
+            on_end=lambda entry, result: finished.ends.update({entry.name: result}),
         )
-    return made
+    return finished
 
 
 @pytest.fixture
@@ -814,10 +817,10 @@ class TestKnownResults:
         assert [known.entries[0].result is not None for known in found] == standing_in
 
     @pytest.mark.parametrize(
-        ("asked", "standing_in"), [("", [True, True, True]), ('precision = "fp32"\n', [True, False, True])]
+        ("requested", "standing_in"), [("", [True, True, True]), ('precision = "fp32"\n', [True, False, True])]
     )
-    def test_the_precision_counts_if_it_is_asked_for(self, asked, standing_in, records, tmp_path):
-        study = self.elsewhere(tmp_path, TWO.replace("seeds", f"{asked}seeds"))
+    def test_the_precision_counts_if_it_is_asked_for(self, requested, standing_in, records, tmp_path):
+        study = self.elsewhere(tmp_path, TWO.replace("seeds", f"{requested}seeds"))
         unknown = {name: value for name, value in records[0].environment.items() if name != "precision"}
         environments = unknown | {"precision": "fp32"}, unknown | {"precision": "bf16"}, unknown
         found = [study.with_results([replace(records[0], environment=there)]) for there in environments]
@@ -834,8 +837,10 @@ class TestKnownResults:
         assert [entry.record() for entry in study.entries] == older
 
     def test_they_are_told_by_what_differs_from_todays_defaults(self, records, tmp_path):
-        said = [replace(record, config={**record.config, "changed": {"sgd.momentum": 0.125}}) for record in records]
-        study = self.elsewhere(tmp_path).with_results(said)
+        changed_records = [
+            replace(record, config={**record.config, "changed": {"sgd.momentum": 0.125}}) for record in records
+        ]
+        study = self.elsewhere(tmp_path).with_results(changed_records)
         changed = [run.changed for run in study.results().records()]
         assert changed == [entry.plan.changed for entry in study.entries]
 

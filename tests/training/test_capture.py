@@ -214,23 +214,23 @@ class FakeGenerator:
 class TestStepper:
     def test_every_step_is_made_exactly_once(self, monkeypatch):
         device, source = FakeDevice(monkeypatch), FakeGenerator()
-        made = []
-        with stepper(lambda: made.append("recorded" if device.recording else "run"), [source, source]) as step:
+        calls = []
+        with stepper(lambda: calls.append("recorded" if device.recording else "run"), [source, source]) as step:
             for _ in range(WARM_UP + 4):
                 step()
-        assert made == ["run"] * WARM_UP + ["recorded"]
+        assert calls == ["run"] * WARM_UP + ["recorded"]
         (graph,) = device.graphs
         assert graph.log == ["begin", "end", "replay", "replay", "replay", "replay", "reset"]
         assert graph.registered == [source]
         assert [stream.name for stream in device.streams] == ["usual"]
 
     def test_several_steps_become_one_graph(self, monkeypatch):
-        device, made = FakeDevice(monkeypatch), []
-        with stepper(lambda: made.append("recorded" if device.recording else "run"), bunch=4) as step:
+        device, calls = FakeDevice(monkeypatch), []
+        with stepper(lambda: calls.append("recorded" if device.recording else "run"), bunch=4) as step:
             assert [step(10) for _ in range(WARM_UP + 2)] == [1] * WARM_UP + [4, 4]
             assert step(3) == 1  # too few are left
             assert step(4) == 4
-        assert made == ["run"] * WARM_UP + ["recorded"] * 4 + ["run"]
+        assert calls == ["run"] * WARM_UP + ["recorded"] * 4 + ["run"]
         assert device.graphs[0].log == ["begin", "end", "replay", "replay", "replay", "reset"]
 
     @pytest.mark.parametrize(("steps", "bunch"), [(800, 10), (50, 10), (12, 6), (7, 7), (53, 1), (1, 1)])
@@ -240,8 +240,8 @@ class TestStepper:
     def test_an_epoch_has_as_many_steps_as_it_should(self, monkeypatch):
         FakeDevice(monkeypatch)
         *ticks, _ = train([Counting(epochs=3, steps=8)], capture=True)
-        made = [1] * 8 + [8] * 2
-        assert [tick.made for tick in ticks] == made
+        calls = [1] * 8 + [8] * 2
+        assert [tick.made for tick in ticks] == calls
         assert [tick.step for tick in ticks] == [*range(1, 9), 8, 8]
         assert [tick.epoch_done for tick in ticks] == [False] * 7 + [True] * 3
 
@@ -267,13 +267,13 @@ class TestStepper:
     def test_what_cannot_be_recorded_is_run(self, monkeypatch, ends):
         device, source = FakeDevice(monkeypatch), FakeGenerator("drawn from")
         device.ends = ends
-        made = []
+        calls = []
 
         def refusing():
             if device.recording:
                 source.state = device.default_generators[0].state = "spoilt"
                 raise RuntimeError("a value was read back\nwith a long story")
-            made.append(device.streams[-1].name)
+            calls.append(device.streams[-1].name)
 
         with stepper(refusing, [source]) as step:
             for _ in range(WARM_UP):
@@ -283,23 +283,23 @@ class TestStepper:
             for _ in range(2):
                 step()
         assert len(caught) == 1
-        assert made == ["aside"] * WARM_UP + ["usual"] * 3
+        assert calls == ["aside"] * WARM_UP + ["usual"] * 3
         assert source.state == "drawn from"
         assert device.default_generators[0].state == "fresh"
         assert [stream.name for stream in device.streams] == ["usual"]
 
     def test_chance_from_elsewhere_would_be_recorded_too(self, monkeypatch):
         """A replay would repeat the same numbers for ever."""
-        device, made = FakeDevice(monkeypatch), []
+        device, calls = FakeDevice(monkeypatch), []
         with pytest.warns(CaptureWarning, match="without CUDA graphs: the steps draw from a generator on cpu"):
-            step = stepper(lambda: made.append(1), [FakeGenerator(), torch.Generator()]).__enter__()
-        assert [step(5) for _ in range(WARM_UP + 2)] == made == [1] * (WARM_UP + 2)
+            step = stepper(lambda: calls.append(1), [FakeGenerator(), torch.Generator()]).__enter__()
+        assert [step(5) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
         assert device.graphs == []
 
     def test_not_to_capture_is_to_call_the_step(self):
-        made = []
-        with stepper(lambda: made.append(1), capture=False, bunch=4) as step:
-            assert [step(4) for _ in range(WARM_UP + 2)] == made == [1] * (WARM_UP + 2)
+        calls = []
+        with stepper(lambda: calls.append(1), capture=False, bunch=4) as step:
+            assert [step(4) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
 
 
 class TestThreads:
@@ -442,12 +442,12 @@ def both(method="ratp", stages=2, between=None, **changes):
     """The state and the means after some stages, run by hand and captured."""
     ends = []
     for capture in (False, True):
-        made, source, targets = on_gpu(method, **changes)
-        extra = (lambda made=made, source=source: between(made, source)) if between else (lambda: None)
-        means = drive(made.source_phases(source), capture, extra)
+        learner, source, targets = on_gpu(method, **changes)
+        extra = (lambda calls=learner, source=source: between(calls, source)) if between else (lambda: None)
+        means = drive(learner.source_phases(source), capture, extra)
         for target in targets[: stages - 1]:
-            means += drive(target_phases(made, target), capture, extra)
-        ends.append(({name: tensor.clone() for name, tensor in made.state().items()}, means))
+            means += drive(target_phases(learner, target), capture, extra)
+        ends.append(({name: tensor.clone() for name, tensor in learner.state().items()}, means))
     return ends
 
 

@@ -375,8 +375,8 @@ class TestState:
             random.seed(3)
             np.random.seed(3)
             Run(toy_plan(file), tmp_path / str(looks)).execute()
-            drawn = torch.rand(1).item(), random.random(), np.random.rand()
-            ends.append((tensors_of(tmp_path / str(looks)), drawn))
+            draws = torch.rand(1).item(), random.random(), np.random.rand()
+            ends.append((tensors_of(tmp_path / str(looks)), draws))
         assert same_tensors(ends[0][0], ends[1][0])
         assert ends[0][1] == ends[1][1]
 

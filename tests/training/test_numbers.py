@@ -30,7 +30,7 @@ def make_plan(method="ratp", precision="fp32", **changes):
 @pytest.fixture
 def poison(monkeypatch):
     """Makes one image of the targets unusable where a setting is as said; returns the batches drawn before it."""
-    drawn, draw = [], training.Batches.draw
+    batches, draw = [], training.Batches.draw
 
     def use(in_precision=("fp32", "tf32"), stage=1):
         def poisoned(self, count):
@@ -38,7 +38,7 @@ def poison(monkeypatch):
             if getattr(self, "where", (None, None))[0] != stage or self.where[1] not in in_precision:
                 return batch
             if batch.places.device.type == "cpu":  # a graph that is recorded cannot be looked into
-                drawn.append(batch.places[~batch.replayed].tolist())
+                batches.append(batch.places[~batch.replayed].tolist())
             bad = (batch.places == BAD) & ~batch.replayed
             return batch._replace(images=torch.where(bad[:, None, None, None], torch.nan, batch.images))
 
@@ -50,7 +50,7 @@ def poison(monkeypatch):
 
         monkeypatch.setattr(training.Batches, "__init__", built)
         monkeypatch.setattr(training.Batches, "draw", poisoned)
-        return drawn
+        return batches
 
     return use
 
@@ -59,16 +59,16 @@ def poison(monkeypatch):
 @pytest.mark.parametrize("save_every", [None, 0.0])
 def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_path):
     Run(make_plan(), tmp_path / "sound").execute()
-    drawn = poison()
+    batches = poison()
     with pytest.raises(
         TrainingError, match=r"became nan in epoch . of stage 1 \(mud\).*bad-batch-1\.json names.*kept in"
     ) as caught:
         Run(make_plan(), tmp_path / "run", save_every=save_every).execute()
     assert "lr=" in str(caught.value)
     found = read_json(tmp_path / "run" / "bad-batch-1.json")
-    culprit = next(batch for batch in drawn if BAD in batch)
+    culprit = next(batch for batch in batches if BAD in batch)
     assert found["images"] == culprit and BAD in found["images"] and "total" in found["lost"]
-    assert found["epoch"] * SIZES["steps"] + found["step"] == drawn.index(culprit)
+    assert found["epoch"] * SIZES["steps"] + found["step"] == batches.index(culprit)
     (event,) = journal_of(tmp_path / "run", "numbers_lost")
     assert (event["stage"], event["precision"]) == (1, "fp32")
     assert read_json(tmp_path / "run" / "matrix.json")["accuracy"] == [
@@ -162,10 +162,10 @@ def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(pois
     Run(make_plan(), tmp_path / "sound").execute()
     poison(in_precision=("tf32",))
     events = Run(make_plan(precision="tf32"), tmp_path / "run", save_every=3600).events()
-    begun = (event for event in events if isinstance(event, StageStarted) and event.stage == 1)
-    next(begun)
+    start_events = (event for event in events if isinstance(event, StageStarted) and event.stage == 1)
+    next(start_events)
     with pytest.warns(NumbersWarning, match="retried in fp32"):
-        next(begun)
+        next(start_events)
     assert isinstance(next(events), Trained)
     events.close()
     assert torch.backends.cudnn.allow_tf32
@@ -230,10 +230,10 @@ def test_if_that_fails_too_the_run_stops(poison, tmp_path):
 
 def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
     """Stopped by hand in the epoch it happens in, before anybody looked."""
-    drawn = poison()
+    batches = poison()
     events = Run(make_plan(), tmp_path / "run", save_every=3600).events()
     for event in events:
-        if isinstance(event, Trained) and any(BAD in batch for batch in drawn):
+        if isinstance(event, Trained) and any(BAD in batch for batch in batches):
             assert not event.tick.epoch_done, "another image would be better for this test"
             break
     events.close()
@@ -246,17 +246,17 @@ def test_every_method_says_what_it_draws(method, tmp_path):
     for phase in run.method.source_phases(run.stream.source):
         phase.begin()
         phase.begin_epoch(0)
-        with logging_draws() as heard:
+        with logging_draws() as listened:
             phase.step()
-        assert heard.images
-        assert all(0 <= place < len(run.stream.source) for place in heard.images)
+        assert listened.images
+        assert all(0 <= place < len(run.stream.source) for place in listened.images)
 
 
 def test_places_beyond_the_domain_are_of_the_memory():
-    with logging_draws() as heard:
+    with logging_draws() as listened:
         log_draw(torch.tensor([0, 5, 2, 3]), own=3)
         log_draw(torch.tensor([1, 4]), own=2, among=torch.tensor([30, 40]))
         log_draw(torch.tensor([9]))
-    assert (heard.images, heard.memory) == ([0, 2, 40, 9], [2, 0, 2])
+    assert (listened.images, listened.memory) == ([0, 2, 40, 9], [2, 0, 2])
     log_draw(torch.tensor([1]))
-    assert heard.images == [0, 2, 40, 9]
+    assert listened.images == [0, 2, 40, 9]

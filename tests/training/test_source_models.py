@@ -356,16 +356,16 @@ def test_nobody_waits_for_a_network_that_was_trained_once_more_in_other_numbers(
     step, lost = training.SupervisedPhase.step, [True]
 
     def poisoned(self):
-        made = step(self)
-        return {name: value * float("nan") for name, value in made.items()} if any(lost) else made
+        loss = step(self)
+        return {name: value * float("nan") for name, value in loss.items()} if any(lost) else loss
 
     monkeypatch.setattr(training.SupervisedPhase, "step", poisoned)
     events = Run(replace(toy_plan("source-only"), precision="tf32"), tmp_path / "run", reuse_source=True).events()
-    begun = (event for event in events if isinstance(event, StageStarted))
-    next(begun)
+    start_events = (event for event in events if isinstance(event, StageStarted))
+    next(start_events)
     assert [*cache.glob("*.lock")]
     with pytest.warns(NumbersWarning):
-        next(begun)
+        next(start_events)
     lost.clear()
     assert not [*cache.glob("*.lock")]
     for _ in events:

@@ -15,7 +15,7 @@ EPS, MOMENTUM = 1e-5, 0.3
 def tensors(shape, device, dtype=torch.float32):
     source = torch.Generator().manual_seed(1)
     count, channels = shape[:2]
-    made = {
+    values = {
         "x": 3 * torch.randn(shape, generator=source) + 2,
         "weight": torch.rand(channels, generator=source) + 0.5,
         "bias": torch.randn(channels, generator=source),
@@ -26,7 +26,7 @@ def tensors(shape, device, dtype=torch.float32):
         "mean": torch.randn(channels, generator=source),
         "var": torch.rand(channels, generator=source) + 0.5,
     }
-    return {k: v.to(device, dtype if k in ("x", "add", "dy") else torch.float32) for k, v in made.items()}
+    return {k: v.to(device, dtype if k in ("x", "add", "dy") else torch.float32) for k, v in values.items()}
 
 
 def spread(values, x):
