@@ -43,14 +43,14 @@ def test_the_next_domain():
     assert_ok(ratp("report", "b", "whole", "--out", "report"))
 
 
-def test_the_stream_may_have_become_a_file():
+def test_stream_can_become_a_file():
     domains = 'order = ["day", "rain", "fog"]\n[domains]\nday = "day"\nrain = "rain"\nfog = "fog"\n'
     Path("yard.toml").write_text(domains)
     assert_ok(ratp("run", "yard.toml", "--after", "a", "--out", "b", "--method", METHOD, *OPTIONS))
     assert (config_of("b")["stream"], config_of("b")["order"]) == ("yard", ["day", "rain", "fog"])
 
 
-def test_folders_have_names_of_their_own():
+def test_folders_have_distinct_names():
     assert_ok(
         ratp("run", "folders", "--source", "day", "--targets", "rain", "fog", "-m", METHOD, *OPTIONS, "--after", "a")
     )
@@ -71,12 +71,12 @@ class TestRefused:
             run("rain", "fog", after="a", more=["--seed", 1, "--seed", 2]), "--after continues from one run", out="b"
         )
 
-    def test_every_difference_in_a_sentence(self):
+    def test_every_difference_is_reported(self):
         write_files(Path("rain"), image_files(count=7, seed=5))
         expected = ("another method: shot there, tent requested", "another seed", "the images of rain are not those")
         assert_error(run("rain", "fog", after="a", method="tent", more=["--seed", 1]), *expected, out="b")
 
-    def test_a_folder_that_is_not_there(self):
+    def test_missing_folder(self):
         assert_error(run("rain", "fog", after="nowhere"), "nowhere does not exist", out="b")
 
     def test_its_own_folder(self):

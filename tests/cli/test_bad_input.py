@@ -92,7 +92,7 @@ def files_of_here():
         (["--device", "gpu"], ["unknown device 'gpu'", "Valid: auto, cpu, cuda"]),
     ],
 )
-def test_a_request_that_makes_no_sense(options, expected):
+def test_invalid_request(options, expected):
     assert_error("run", *options, expected=expected)
 
 
@@ -121,7 +121,7 @@ class Mine(SourceOnly):
 
 
 @pytest.mark.parametrize("seeds", [["1"], ["1", "2"]])
-def test_an_error_in_a_method_of_ones_own(seeds):
+def test_error_in_own_method_shows_its_traceback(seeds):
     """It is told with the lines of its file, not with ours; of several runs, each has its own."""
     Path("mine.py").write_text(OWN)
     words = [word for seed in seeds for word in ("--seed", seed)]
@@ -165,7 +165,7 @@ def test_lists_and_demo(words, expected):
         (["methods", "shwo"], "'shwo'"),
     ],
 )
-def test_a_command_that_is_none(words, expected):
+def test_unknown_command(words, expected):
     result = ratp(*words)
     assert (result.code, result.out) == (2, "")
     assert expected in result.err
@@ -176,13 +176,13 @@ def test_a_command_that_is_none(words, expected):
 class TestOutput:
     @pytest.mark.parametrize("out", ["file/x", "file", "/proc/ratp", "file/x/y/z"])
     @pytest.mark.faults(3, "a folder that cannot be written is refused before anything is trained")
-    def test_a_folder_that_cannot_be(self, out):
+    def test_unusable_output_folder(self, out):
         with open("file", "w") as file:
             file.write("mine")
         assert_error(*TINY_RUN, "--out", out, expected=[out, "--out"])
 
     @pytest.mark.parametrize("out", ["file/x", "/proc/ratp"])
-    def test_of_the_demo(self, out):
+    def test_unusable_demo_output_folder(self, out):
         with open("file", "w") as file:
             file.write("mine")
         assert_error("demo", "--out", out, expected=[out, "--out"])
@@ -205,14 +205,14 @@ class TestOutput:
             "run", *TINY_OPTIONS, "--out", run, expected=["method: source-only there, ratp requested", "--out"]
         )
 
-    def test_a_folder_that_is_a_project_of_another_kind(self):
+    def test_unrelated_project_folder(self):
         os.mkdir("project")
         with open("project/config.json", "w") as file:
             json.dump({"compilerOptions": {"strict": True}}, file)
         message = assert_error(*TINY_RUN, "--out", "project", expected=["project", "--out"])
         assert "None" not in message
 
-    def test_too_long_a_name(self):
+    def test_name_too_long(self):
         assert_error(*TINY_RUN, "--out", "x" * 300, expected=["File name too long", "--out"])
 
 
@@ -226,13 +226,13 @@ class TestDamagedRun:
 
     @pytest.mark.parametrize("name", ["state.safetensors", "config.json"])
     @pytest.mark.parametrize("share", [0.0, 0.6])
-    def test_what_it_needs_is_cut_short(self, run, name, share):
+    def test_truncated_required_file_is_named(self, run, name, share):
         """The file is named, and what to do about it."""
         cut(run / name, share)
         message = assert_error(*TINY_RUN, "--out", run, expected=[name, "damaged"])
         assert "--out" in message or "Remove" in message
 
-    def test_a_config_that_may_not_be_read(self, run, monkeypatch):
+    def test_unreadable_config(self, run, monkeypatch):
         """It may be whole."""
         unreadable(monkeypatch, "config.json")
         message = assert_error(
@@ -241,18 +241,18 @@ class TestDamagedRun:
         assert "Remove" not in message
 
     @pytest.mark.parametrize("name", ["matrix.json", "environment.json", "weights.safetensors"])
-    def test_what_it_can_do_without_is_gone(self, run, name, complete):
+    def test_missing_optional_files_are_tolerated(self, run, name, complete):
         (run / name).unlink()
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         if name != "environment.json":
             assert files_of(run).keys() == files_of(complete).keys()
 
-    def test_a_matrix_cut_short_is_made_again(self, run, complete):
+    def test_truncated_matrix_is_rebuilt(self, run, complete):
         cut(run / "matrix.json")
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert (run / "matrix.json").read_bytes() == (complete / "matrix.json").read_bytes()
 
-    def test_a_journal_cut_short_is_completed(self, run, complete):
+    def test_truncated_journal_is_completed(self, run, complete):
         cut(run / "journal.jsonl", 0.9)
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
@@ -260,31 +260,31 @@ class TestDamagedRun:
     @pytest.mark.parametrize(
         "content", ["broken\n{}\n", '{"a": 1}\n{"b": 2}\n', '{"event": "epoch", "stage": "two"}\n']
     )
-    def test_a_foreign_journal_begins_anew(self, run, complete, content):
+    def test_foreign_journal_is_restarted(self, run, complete, content):
         (run / "journal.jsonl").write_text(content)
         with pytest.warns(JournalWarning, match=r"journal\.jsonl:1 is damaged"):
             assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
-    def test_a_journal_of_half_a_line_is_completed(self, run, complete):
+    def test_journal_of_half_a_line_is_completed(self, run, complete):
         (run / "journal.jsonl").write_text("\0")
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
-    def test_a_journal_that_is_gone_begins_anew(self, run, complete):
+    def test_missing_journal_is_restarted(self, run, complete):
         (run / "journal.jsonl").unlink()
         with pytest.warns(JournalWarning, match=r"journal\.jsonl is missing"):
             assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
-    def test_a_complete_run_without_its_state_is_not_thrown_away(self, run):
+    def test_complete_run_without_state_is_kept(self, run):
         """Deleted to save room, say: its results stay, whether the command is refused or has nothing to do."""
         (run / "state.safetensors").unlink()
         before = files_of(run)
         assert ratp(*TINY_RUN, "--out", run, "-q").code in (0, 2)
         assert {name: files_of(run)[name] for name in before} == before
 
-    def test_a_state_that_is_none_of_ours(self, run):
+    def test_foreign_state(self, run):
         from safetensors.torch import save_file
         from torch import zeros
 
@@ -295,7 +295,7 @@ class TestDamagedRun:
 
     @pytest.mark.parametrize("metadata", ["matrix", "stage_events"])
     @pytest.mark.parametrize("value", [{}, "[", 5])
-    def test_a_state_with_nonsense_about_it(self, run, metadata, value):
+    def test_state_with_invalid_metadata(self, run, metadata, value):
         from safetensors import safe_open
         from safetensors.torch import save_file
 
@@ -308,7 +308,7 @@ class TestDamagedRun:
         assert result.code == 0 or (result.code == 2 and "state.safetensors" in result.err)
 
     @pytest.mark.faults(6, "a state of another shape is refused and named")
-    def test_a_state_of_another_shape(self, run):
+    def test_state_of_another_shape_is_refused(self, run):
         """Hand-edited: everything says it belongs, but the tensors do not fit."""
         tensors, about = read_tensors(run / "state.safetensors")
         tensors["network.classifier.weight"] = torch.zeros(3, 3)
@@ -321,7 +321,7 @@ class TestDamagedRun:
 
 class TestReport:
     @pytest.mark.parametrize("path", ["nowhere", "runs/demo"])
-    def test_what_does_not_exist(self, path):
+    def test_missing_path(self, path):
         assert_error("report", path, expected=[path, "does not exist", "ratp run"])
 
     def test_an_empty_folder(self):
@@ -329,7 +329,7 @@ class TestReport:
         assert_error("report", "empty", expected=["empty", "no run"])
 
     @pytest.mark.parametrize("content", [b"just text\n", b"\x89PNG\r\n\x1a\n\0", b'{"name": "x"}'])
-    def test_a_file_that_is_no_result(self, content):
+    def test_file_that_is_not_a_result(self, content):
         """Whatever it is, the user is told what can be reported."""
         with open("notes.txt", "wb") as file:
             file.write(content)
@@ -337,12 +337,12 @@ class TestReport:
 
     @pytest.mark.parametrize("name", ["config.json", "environment.json", "matrix.json"])
     @pytest.mark.parametrize("share", [0.0, 0.5])
-    def test_a_file_of_a_run_is_cut_short(self, run, name, share):
+    def test_truncated_run_file_is_named(self, run, name, share):
         cut(run / name, share)
         assert_error("report", run, expected=[f"run/{name}", "damaged"])
 
     @pytest.mark.parametrize("name", ["environment.json", "matrix.json", "journal.jsonl"])
-    def test_a_file_of_a_run_is_gone(self, run, name):
+    def test_missing_run_file_is_named(self, run, name):
         (run / name).unlink()
         assert_error("report", run, expected=[f"run/{name}"])
 
@@ -352,7 +352,7 @@ class TestReport:
         assert_error("report", run, expected=["journal.jsonl:2", "damaged"])
 
     @pytest.mark.parametrize("seconds", ["soon", None])
-    def test_a_journal_with_nonsense_in_it(self, run, seconds):
+    def test_journal_with_invalid_events(self, run, seconds):
         lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
         for line in lines:
             if line["event"] == "stage_finished":
@@ -361,7 +361,7 @@ class TestReport:
         result = ratp("report", run, "-q")
         assert result.code == 0 or (result.code == 2 and "journal" in result.err)
 
-    def test_samples_cut_short_cost_a_picture(self, run):
+    def test_truncated_samples_only_drop_the_picture(self, run):
         (run / "samples.safetensors").write_bytes(b"\0" * 20)
         with pytest.warns(PictureWarning, match="a picture is left out: run/samples.safetensors is damaged"):
             assert ratp("report", run, "-q").code == 0
@@ -376,7 +376,7 @@ class TestReport:
             "report", complete, "nowhere", "--out", "report", "--export", "results", expected=["nowhere does not exist"]
         )
 
-    def test_nowhere_to_write(self, complete):
+    def test_unwritable_report_folder(self, complete):
         with open("file", "w") as file:
             file.write("mine")
         assert_error("report", complete, "--out", "file/report", expected=["file/report", "Not a directory"])

@@ -57,7 +57,7 @@ class TestReport:
         assert "downloads" not in result.out
         assert files_of(data) == before
 
-    def test_paths_of_all_kinds_each_once(self, data):
+    def test_each_path_is_checked_once(self, data):
         result = ratp("data", "check", "data/pets/photo.zip", "data/new", "data/pets", "data/pets/sketch")
         assert result.code == 0
         assert re.findall(r"^ *(\w+): \d+ images", result.out, re.MULTILINE) == ["photo", "new", "sketch"]
@@ -71,7 +71,7 @@ class TestReport:
         write_files(Path("data/third/wild"), {"cat/1.png": TWIN})
         assert "wild/cat/1.png" not in ratp("data", "check").out
 
-    def test_many_classes_are_broken_between_classes(self):
+    def test_long_class_lists_wrap_between_classes(self):
         names = [f"class number {k}" for k in range(30)]
         write_files(Path("many"), {f"{name}/1.png": png(k) for k, name in enumerate(names)})
         lines = ratp("data", "check", "many").out.splitlines()
@@ -81,13 +81,13 @@ class TestReport:
         assert all(line.rstrip(",").endswith(" 1") for line in listed)
 
     @pytest.mark.parametrize("name", ["[red]x", "画像" * 20, "a b" * 40])
-    def test_names_are_printed_as_they_are(self, name):
+    def test_names_are_printed_literally(self, name):
         write_files(Path("own"), {f"{name}/1.png": png()})
         result = ratp("data", "check", "own")
         assert result.code == 0
         assert name.replace(" ", "") in re.sub(r"\s", "", result.out)
 
-    def test_a_built_set_says_so(self):
+    def test_built_set_is_labelled(self):
         assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
         result = ratp("data", "check")
         assert "    rebuilt: syn 1, seed 3, not the published images" in result.out.splitlines()
@@ -96,7 +96,7 @@ class TestReport:
         assert (ratp("data", "check", "-q").out, ratp("data", "check", "-q").err) == ("", "")
         assert ratp("data", "check").err == "checking images: 12 images\n"
 
-    def test_a_folder_that_cannot_be_read_hides_no_domain(self, monkeypatch):
+    def test_unreadable_folder_hides_no_domain(self, monkeypatch):
         for name in ("day", "rain", "fog"):
             write_files(Path("pics", name), make_small_domain())
         closed(monkeypatch, "fog")
@@ -106,7 +106,7 @@ class TestReport:
         assert {"  day: 6 images, 2 classes", "  rain: 6 images, 2 classes", "  fog: cannot be read"} <= {*lines}
         assert "    cannot read the folder pics/fog: Permission denied." in lines
 
-    def test_a_class_that_cannot_be_read_is_named(self, monkeypatch):
+    def test_unreadable_class_is_named(self, monkeypatch):
         write_files(Path("pics"), make_small_domain(("cat", "cow", "dog")))
         closed(monkeypatch, "cow")
         result = ratp("data", "check", "pics")
@@ -121,7 +121,7 @@ class TestReport:
         assert lines[:2] == ["pics: 4 images, 3 classes", "  images per class: dog 2, guitar 1, house 1"]
         assert "folders within a class belong to it: 'dog/2024', 'dog/2025'." in " ".join(" ".join(lines).split())
 
-    def test_what_may_be_meant_as_an_image_is_told(self):
+    def test_possible_images_are_reported(self):
         write_files(Path("pics"), {**make_small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
         result = ratp("data", "check", "pics")
         assert result.code == 0
@@ -138,7 +138,7 @@ class TestDamage:
         (data / "pets" / "broken.zip").write_bytes(b"PK no zip")
         return data
 
-    def test_it_is_named_and_the_exit_code_tells(self, damaged):
+    def test_damage_is_named_and_sets_exit_code(self, damaged):
         result = ratp("data", "check")
         assert result.code == 1
         lines = result.out.splitlines()
@@ -150,7 +150,7 @@ class TestDamage:
         assert lines[-1] == "3 domains, 12 images, 3 unusable"
         assert "Traceback" not in result.err
 
-    def test_quiet_still_tells_by_its_exit_code(self, damaged):
+    def test_quiet_keeps_exit_code(self, damaged):
         result = ratp("data", "check", "--quiet")
         assert (result.code, result.out, result.err) == (1, "", "")
 
@@ -177,7 +177,7 @@ class TestDamage:
         assert data["domains"][0]["classes"] is None
 
 
-def test_the_number_of_processes_changes_nothing(data):
+def test_number_of_processes_does_not_matter(data):
     results = [ratp("data", "check", "--json", "--workers", workers).out for workers in (1, 2)]
     assert results[0] == results[1]
 
@@ -191,7 +191,7 @@ def test_manifests_are_written(data):
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
+def test_manifest_cannot_go_to_stdout_with_output(data, more):
     result = ratp("data", "check", "--out", "-", *more)
     assert (result.code, result.out) == (2, "")
     assert "goes to standard output. Choose another file with --out." in result.err
@@ -208,7 +208,7 @@ def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
         (["pets", "--out", "empty"], ["cannot write empty: it is a folder"]),
     ],
 )
-def test_what_makes_no_sense(words, expected):
+def test_invalid_arguments(words, expected):
     os.mkdir("empty")
     write_files(Path("pets"), make_small_domain())
     result = ratp("data", "check", *words)
@@ -218,7 +218,7 @@ def test_what_makes_no_sense(words, expected):
         assert text in result.err
 
 
-def test_a_file_that_is_no_domain():
+def test_file_that_is_not_a_domain():
     Path("notes.txt").write_text("hello")
     result = ratp("data", "check", "notes.txt")
     assert result.code == 1

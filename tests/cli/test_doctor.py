@@ -61,7 +61,7 @@ def test_it_writes_nothing(here):
 
 
 class TestVersions:
-    def test_what_is_missing_or_too_old_blocks(self, monkeypatch):
+    def test_missing_or_old_packages_block(self, monkeypatch):
         installed = {"old": "1.9.3", "new": "1.10", "odd": "2.0.0rc1+cu"}
         monkeypatch.setattr(doctor_machine, "package_version", installed.get)
         found = {f.what: f for f in versions(["old>=1.10", "new>=1.9.9", "odd>=2.0", "gone>=3", "new; extra == 'x'"])}
@@ -70,7 +70,7 @@ class TestVersions:
         assert "1.10 is needed" in found["old"].found
         assert found["gone"].advice == "pip install 'gone>=3'"
 
-    def test_the_command_fails_then(self, monkeypatch):
+    def test_blocking_finding_fails_the_command(self, monkeypatch):
         monkeypatch.setattr(doctor_machine, "package_version", lambda name: None)
         found = run_doctor(code=1)
         assert found["torch"]["advice"].startswith("pip install 'torch>=")
@@ -78,20 +78,20 @@ class TestVersions:
         assert result.code == 1
         assert "must be fixed first" in result.err
 
-    def test_all_that_the_package_needs_is_looked_at(self):
+    def test_all_dependencies_are_checked(self):
         for name in ("torch", "safetensors", "typer", "jinja2"):
             assert name in run_doctor()["packages"]["found"]
         assert "ray" in run_doctor()["optional"]["found"]
 
 
 class TestMachine:
-    def test_little_memory_is_said_and_blocks_nothing(self, monkeypatch):
+    def test_low_memory_only_warns(self, monkeypatch):
         monkeypatch.setattr(doctor_machine, "free_memory", lambda: 2**20)
         found = run_doctor()["memory"]
         assert not found["ok"]
         assert "--jobs 1" in found["advice"]
 
-    def test_a_driver_without_a_torch_for_it(self, monkeypatch, here):
+    def test_driver_without_matching_torch(self, monkeypatch, here):
         (here.parent / "version").write_text("NVRM version: NVIDIA UNIX Module  550.54.15  Tue\n")
         monkeypatch.setattr(doctor_machine, "_DRIVER", here.parent / "version")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -119,7 +119,7 @@ class TestMachine:
         monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 2**80)
         assert "free some space" in run_doctor(code=1)["folder"]["advice"]
 
-    def test_a_cache_that_cannot_be_written_is_told_and_blocks_nothing(self, monkeypatch, here):
+    def test_unwritable_cache_only_warns(self, monkeypatch, here):
         (here / "file").write_text("")
         monkeypatch.setenv("RATP_CACHE", str(here / "file" / "cache"))
         found = run_doctor()["cache"]
@@ -128,12 +128,12 @@ class TestMachine:
 
 
 class TestData:
-    def test_none_is_no_obstacle_and_how_to_get_some_is_said(self):
+    def test_missing_data_only_advises(self):
         found = run_doctor()["data"]
         assert not found["ok"]
         assert "ratp data get digits" in found["advice"]
 
-    def test_what_is_missing_is_named_with_the_command(self, here, monkeypatch):
+    def test_missing_domain_is_named_with_command(self, here, monkeypatch):
         monkeypatch.setenv("RATP_DATA", str(here / "mine"))
         for domain in ("photo", "sketch"):
             write_zip(here / "mine" / "pacs" / f"{domain}.zip", image_files(("dog", "elephant"), count=1))
@@ -152,7 +152,7 @@ class TestData:
             "move it away and run ratp data get pacs/sketch, or restore it from a copy"
         )
 
-    def test_nothing_is_to_be_removed_for_a_bad_image(self, here):
+    def test_bad_image_advice_removes_nothing(self, here):
         path = write_zip(
             here / "data" / "pacs" / "photo.zip", image_files(("dog", "elephant"), count=1) | {"dog/bad.png": b""}
         )
@@ -160,7 +160,7 @@ class TestData:
         assert found["found"] == "1 of 3 images cannot be used"
         assert found["advice"] == f"ratp data check {path.relative_to(here)} names them"
 
-    def test_only_a_thorough_look_counts_images(self, here):
+    def test_only_thorough_check_counts_images(self, here):
         write_zip(here / "data" / "pacs" / "photo.zip", image_files(("dog", "elephant"), count=1))
         assert "pacs/photo" not in run_doctor()
         found = run_doctor("--thorough")["pacs/photo"]
@@ -175,14 +175,14 @@ class TestCache:
         open_decoded(path, 16)
         return here.parent / "cache" / "decoded"
 
-    def test_it_is_counted_and_not_used(self, entry):
+    def test_cache_is_counted_but_not_used(self, entry):
         before = {path: path.stat().st_mtime_ns for path in entry.iterdir()}
         assert run_doctor()["decoded"]["found"].startswith("1 domains decoded")
         assert run_doctor()["decoded"]["ok"]
         assert {path: path.stat().st_mtime_ns for path in entry.iterdir()} == before
 
     @pytest.mark.parametrize("ending", ["manifest.json", "images"])
-    def test_damage_is_found_and_the_command_clears_it(self, entry, ending):
+    def test_damage_is_found_and_advice_clears_it(self, entry, ending):
         (path,) = entry.glob(f"*.{ending}")
         path.write_bytes(path.read_bytes()[:-1])
         found = run_doctor()["decoded"]
@@ -191,7 +191,7 @@ class TestCache:
         assert ratp("data", "cache", "--clear", "--quiet").code == 0
         assert run_doctor()["decoded"]["ok"]
 
-    def test_what_a_killed_writer_left(self, entry):
+    def test_leftovers_of_killed_writer(self, entry):
         (entry / "0123.part-abc").write_bytes(b"0" * 100)
         assert "1 damaged or incomplete" in run_doctor()["decoded"]["found"]
 
@@ -206,7 +206,7 @@ class TestCache:
 
 
 class TestRuns:
-    def test_the_command_that_continues_one_does(self, here):
+    def test_suggested_command_continues_the_run(self, here):
         assert ratp(*RUN, "--seed", "7", "--order", "reverse", "--out", "runs/a b").code == 0
         (here / "runs" / "a b" / "weights.safetensors").unlink()
         found = run_doctor()["unfinished"]
@@ -218,7 +218,7 @@ class TestRuns:
         assert "unfinished" not in run_doctor()
         assert run_doctor()["runs"]["found"] == "1 here: 1 finished, 0 running"
 
-    def test_the_command_names_what_is_not_usual(self, here):
+    def test_suggested_command_names_non_defaults(self, here):
         options = ["--order", "street>scan", "--subset", "--guard", "act"]
         assert ratp(*RUN, *options, "--out", "runs/a").code == 0
         (here / "runs" / "a" / "weights.safetensors").unlink()
@@ -226,13 +226,13 @@ class TestRuns:
         assert ratp(*command[1:], "--device", "cpu", "--quiet").code == 0
         assert "unfinished" not in run_doctor()
 
-    def test_one_of_own_images(self, here):
+    def test_run_on_own_images(self, here):
         shutil.copytree(KEPT / "between-stages", here / "mine")
         found = run_doctor()["unfinished"]
         assert found["found"] == "mine: 2 of 3 stages done"
         assert found["advice"] == "the original command with --out mine"
 
-    def test_one_that_is_running_is_left_alone(self, here):
+    def test_running_run_is_left_alone(self, here):
         shutil.copytree(KEPT / "between-stages", here / "runs" / "a")
         with exclusive(here / "runs" / "a"):
             found = run_doctor()
@@ -250,13 +250,13 @@ class TestRuns:
         assert found["leftovers"]["found"] == "1 incomplete files in runs"
         assert all(found[name]["advice"] for name in ("run", "locks", "leftovers"))
 
-    def test_one_of_a_study(self, here):
+    def test_run_of_a_study(self, here):
         place = here / "runs" / "studies" / "main" / "x"
         shutil.copytree(KEPT / "between-stages", place)
         (place.parent / "study.json").write_text('{"study": "main"}')
         assert run_doctor()["unfinished"]["advice"] == "ratp study run main.toml (its study)"
 
-    def test_one_of_a_study_in_a_folder_of_another_name(self, here):
+    def test_run_of_a_study_in_renamed_folder(self, here):
         place = here / "runs" / "studies" / "again" / "x"
         shutil.copytree(KEPT / "between-stages", place)
         (place.parent / "study.json").write_text('{"study": "main"}')

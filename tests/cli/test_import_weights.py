@@ -63,7 +63,7 @@ def wrapped(tensors, prefix):
 
 
 class TestKept:
-    def test_what_is_written_is_what_was_saved(self, dtn):
+    def test_written_weights_equal_saved_ones(self, dtn):
         result = run_import(save(dtn), OUT)
         tensors, about = read_tensors(OUT)
         assert tensors.keys() == dtn.keys()
@@ -81,14 +81,14 @@ class TestKept:
     @pytest.mark.parametrize(
         "keys", [(), ("state_dict",), ("model",), ("net",), ("odd name",), ("model", "state_dict")]
     )
-    def test_it_is_found_wherever_it_lies(self, dtn, prefix, keys):
+    def test_state_dict_is_found_when_nested(self, dtn, prefix, keys):
         data = OrderedDict(wrapped(dtn, prefix))
         for key in keys:
             data = {"epoch": 3, "optimizer": {"state": {0: {"momentum": torch.zeros(3)}}}, key: data, "best": 0.5}
         run_import(save(data), OUT)
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
-    def test_classifiers_and_other_parts_are_ignored_and_said(self, dtn):
+    def test_ignored_parts_are_reported(self, dtn):
         data = wrapped(dtn, "backbone.") | {"head.weight": torch.zeros(2, 2), "backbone.fc.bias": torch.zeros(2)}
         result = run_import(save(data), OUT, "--json")
         about = json.loads(result.out)
@@ -114,7 +114,7 @@ class TestKept:
         run_import(save(data), OUT)
         assert OUT.stat().st_size < 2 * sum(t.numel() * t.element_size() for t in dtn.values())
 
-    def test_the_old_format_of_torch(self, dtn):
+    def test_legacy_torch_format(self, dtn):
         run_import(save(dtn, _use_new_zipfile_serialization=False), OUT)
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
@@ -203,7 +203,7 @@ class TestRefused:
             (b"PK\x03\x04" + bytes(100), "truncated or damaged"),
         ],
     )
-    def test_what_is_no_checkpoint(self, data, expected):
+    def test_not_a_checkpoint(self, data, expected):
         Path("in.pth").write_bytes(data)
         assert_error("in.pth", OUT, expected=[expected])
 
@@ -223,7 +223,7 @@ class TestRefused:
     def test_an_unknown_backbone(self, dtn):
         assert_error(save(dtn), OUT, "--backbone", "resnet81", expected=["Did you mean 'resnet18'?"])
 
-    def test_no_numbers(self, dtn):
+    def test_non_finite_values(self, dtn):
         data = dtn | {"1.weight": torch.full((64,), float("nan"))}
         assert_error(save(data), OUT, expected=["NaN or infinities: 1.weight"])
 
@@ -231,17 +231,17 @@ class TestRefused:
         assert_error(save(dtn | {"1.weight": torch.zeros(64, device="meta")}), OUT, expected=["without data: 1.weight"])
         assert_error(save(dtn | {"1.weight": torch.zeros(64).to_sparse()}), OUT, expected=["sparse", "1.weight"])
 
-    def test_a_tensor_that_claims_to_be_huge(self, dtn):
+    def test_tensor_with_huge_claimed_size(self, dtn):
         assert_error(save(dtn | {"1.weight": torch.zeros(1).expand(2**50)}), OUT, expected=["1 of another shape"])
 
-    def test_what_exists_is_replaced_only_on_demand(self, dtn):
+    def test_existing_file_is_replaced_only_on_request(self, dtn):
         OUT.write_text("mine")
         assert_error(save(dtn), OUT, expected=["out.safetensors exists", "--replace"], leaves=True)
         assert OUT.read_text() == "mine"
         run_import("in.pth", OUT, "--replace")
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
-    def test_nothing_is_replaced_by_a_refusal(self):
+    def test_refusal_replaces_nothing(self):
         OUT.write_text("mine")
         assert_error(save({}), OUT, "--replace", expected=["no tensors"], leaves=True)
         assert OUT.read_text() == "mine"
@@ -257,7 +257,7 @@ class TestRefused:
             ("in.safetensors", "in.safetensors", "cannot be replaced"),
         ],
     )
-    def test_files_that_cannot_be(self, dtn, source, target, expected):
+    def test_unusable_paths(self, dtn, source, target, expected):
         save(dtn)
         save(dtn, "in.safetensors")
         assert_error(source, target, "--replace", expected=[expected])

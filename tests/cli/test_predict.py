@@ -61,7 +61,7 @@ def run(trained, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", each_method(without=["oracle", "source-only"]))
-def test_every_method_predicts_as_in_its_run(method, tmp_path, monkeypatch):
+def test_every_method_predicts_like_its_run(method, tmp_path, monkeypatch):
     """By batch statistics, by another classifier, by the mask of the last domain: whatever its rule is."""
     folder = train(tmp_path, method, *(["--set", "views=2"] if method == "cotta" else []))
     monkeypatch.setattr(loaded, "_CHUNK_BYTES", 1)  # the smallest chunks there are
@@ -72,12 +72,12 @@ def test_every_method_predicts_as_in_its_run(method, tmp_path, monkeypatch):
 
 
 class TestOutput:
-    def test_the_table_of_the_run(self, run):
+    def test_table_matches_the_run(self, run):
         found = assert_ok(ratp("predict", run, "new"))
         kept = (run / "predictions-new.csv").read_text()
         assert found.out == kept.replace("\n", "\nnew/").removesuffix("new/")
 
-    def test_nothing_in_the_run_is_touched(self, run):
+    def test_run_folder_is_unchanged(self, run):
         before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
         assert_ok(ratp("predict", run, "new"))
         assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()} == before
@@ -100,7 +100,7 @@ class TestOutput:
         assert f"{result['predictions'][0]['confidence']:.4f}" == first[2]
 
     @pytest.mark.parametrize("room", [1, 2**28])
-    def test_the_order_is_that_of_what_is_given(self, run, room, monkeypatch):
+    def test_predictions_keep_argument_order(self, run, room, monkeypatch):
         monkeypatch.setattr(loaded, "_CHUNK_BYTES", room)
         write_files(Path("deep/b/north"), image_files(count=2, seed=6, flat=True))
         write_files(Path("deep/a"), image_files(count=1, seed=7, flat=True))
@@ -115,19 +115,19 @@ class TestOutput:
         again = assert_ok(ratp("predict", run, first)).out.splitlines()[1]
         assert found.out.splitlines()[1] == found.out.splitlines()[-1] == again
 
-    def test_folders_mean_nothing(self, run):
+    def test_folder_names_do_not_matter(self, run):
         """Those of classes the run does not know, either."""
         write_files(Path("zoo"), image_files(["gnu", "yak"]))
         labels = {label for _, label, _ in rows(assert_ok(ratp("predict", run, "zoo")).out)}
         assert labels <= {"north", "east", "south", "west"}
 
-    def test_few_images_for_a_method_that_compares_them(self, tmp_path):
+    def test_batch_method_warns_on_few_images(self, tmp_path):
         folder = train(tmp_path, "tent")
         found = assert_ok(ratp("predict", folder, tmp_path / "new" / "north-0.png"))
         assert "tent predicts from the statistics of all images given, and 1 are few" in found.err
         assert "few" not in assert_ok(ratp("predict", folder, tmp_path / "new")).err
 
-    def test_names_give_no_orders_to_a_terminal(self, run, monkeypatch):
+    def test_names_cannot_send_escape_codes(self, run, monkeypatch):
         name = "new/\x1b[31mred.png"
         Path(name).write_bytes(encode(make_picture(0, 9)))
         assert "\x1b[31m" in assert_ok(ratp("predict", run, name)).out  # a file gets names as they are
@@ -139,7 +139,7 @@ class TestOutput:
         monkeypatch.setattr("helpers.io.StringIO", Terminal)
         assert "\x1b[31m" not in assert_ok(ratp("predict", run, name)).out
 
-    def test_bytes_that_are_no_text_are_told_apart_wherever_they_are_written(self, run):
+    def test_non_text_names_stay_distinct(self, run):
         write_files(
             Path("odd"), {os.fsdecode(byte + b".png"): encode(make_picture(0, 9)) for byte in (b"\xfe", b"\xff")}
         )
@@ -150,7 +150,7 @@ class TestOutput:
         Path("odd", os.fsdecode(b"\xfd.png")).touch()
         assert r"odd/\\udcfd.png: empty" in ascii(ratp("predict", run, "odd").err)
 
-    def test_files_that_are_not_read_and_may_be_meant_are_told(self, run):
+    def test_skipped_files_are_reported(self, run):
         write_zip(Path("more.zip"), {"a.png": encode(make_picture(0, 9)), "b.avif": b"x"})
         write_files(
             Path("new"), {"1.heic": b"x", "camera": encode(make_picture(0, 9)), "notes.txt": b"x", ".DS_Store": b"x"}
@@ -173,7 +173,7 @@ class TestOut:
         assert "decoding" not in result.err
         assert (Path(out).read_bytes() if os.path.isfile(out) else None) == before
 
-    def test_an_image_that_is_asked_about(self, run):
+    def test_output_cannot_be_an_input_image(self, run):
         os.link("new/west-3.png", "same.png")
         Path("link.csv").symlink_to("new/west-3.png")
         for out in ("new/west-3.png", "same.png", "link.csv"):
@@ -182,23 +182,23 @@ class TestOut:
         self.check("more.zip", "it is one of the files to read", run=run, images=("new", "more.zip"))
 
     @pytest.mark.parametrize("name", ["state.safetensors", "config.json", "predictions-new.csv", "predictions-x.csv"])
-    def test_a_file_of_the_run(self, run, name):
+    def test_output_cannot_be_a_run_file(self, run, name):
         self.check(run / name, "a file of the run run has that name", run=run)
         Path("link").symlink_to(run)
         self.check(f"link/{name}", "a file of the run run has that name", run=run)
 
-    def test_places_that_cannot_be_written(self, run):
+    def test_unwritable_outputs(self, run):
         self.check("new", "it is a folder", run=run)
         self.check("no/found.csv", "there is no folder no", run=run)
         self.check("new/west-3.png/found.csv", "there is no folder", run=run)
         self.check("x" * 300, "File name too long", run=run)
 
-    def test_a_table_of_before_is_replaced_also_in_the_run(self, run):
+    def test_earlier_table_is_replaced(self, run):
         for _ in range(2):
             assert_ok(ratp("predict", run, "new", "--out", run / "found.csv"))
         assert len(rows((run / "found.csv").read_text())) == len(NEW)
 
-    def test_links_lead_on(self, run):
+    def test_links_are_followed(self, run):
         Path("kept.csv").write_text("x" * 100_000)
         Path("link.csv").symlink_to("kept.csv")
         Path("new.csv").symlink_to("fresh.csv")
@@ -207,7 +207,7 @@ class TestOut:
             assert Path(out).is_symlink()
             assert rows(Path(place).read_text()) == rows((run / "predictions-new.csv").read_text())
 
-    def test_devices_and_pipes_stay_what_they_are(self, run):
+    def test_devices_and_pipes_are_written_in_place(self, run):
         Path("null").symlink_to("/dev/null")  # nothing but the link is lost if this fails
         assert_ok(ratp("predict", run, "new", "--out", "null"))
         assert Path("null").is_symlink() and Path("null").is_char_device()
@@ -233,7 +233,7 @@ class TestBadImages:
         Path("new/broken.png").write_bytes(b"\x89PNG")
         Path("new/page.jpg").write_bytes(b"<html>")
 
-    def test_they_stop_it_with_their_names(self, run, monkeypatch):
+    def test_bad_images_stop_with_names(self, run, monkeypatch):
         monkeypatch.setattr(loaded, "_CHUNK_BYTES", 1)
         expected = (
             "2 bad among 82 images",
@@ -243,25 +243,25 @@ class TestBadImages:
         )
         assert_error(ratp("predict", run, "new", "--out", "found.csv"), *expected, out="found.csv")
 
-    def test_or_are_left_out_by_name(self, run):
+    def test_bad_images_can_be_skipped(self, run):
         found = assert_ok(ratp("predict", run, "new", "--on-bad-image", "skip"))
         assert "skipped 2 unusable images" in found.err
         assert "new/page.jpg: a web page" in found.err
         assert rows(found.out) == rows((run / "predictions-new.csv").read_text())
 
-    def test_not_one_that_can_be_used(self, run):
+    def test_no_usable_image(self, run):
         result = ratp("predict", run, "new/broken.png", "new/page.jpg", "--on-bad-image", "skip")
         expected = ("2 images, none of them usable:\n  new/broken.png: a damaged", "new/page.jpg: a web page")
         assert_error(result, *expected, out="found.csv")
 
-    def test_the_only_one_cannot_be_used(self, run):
+    def test_only_image_is_bad(self, run):
         result = ratp("predict", run, "new/page.jpg", "--on-bad-image", "skip")
         assert_error(result, "asked about 1 image, and it is unusable:\n  new/page.jpg: a web page", out="found.csv")
 
     def test_no_such_option(self, run):
         assert_error(ratp("predict", run, "new", "--on-bad-image", "mend"), "--on-bad-image", "skip", out="found.csv")
 
-    def test_paths_that_lead_nowhere_are_all_named(self, run):
+    def test_all_invalid_paths_are_named(self, run):
         Path("empty").mkdir()
         write_files(Path("texts"), {"notes.txt": b"x"})
         Path("odd.zip").write_bytes(b"PK")
@@ -296,7 +296,7 @@ class TestBadRuns:
         state.write_bytes(state.read_bytes()[:-8] + b"\x01" * 8)
         self.check(run, "state.safetensors is damaged", "Put it back from a copy")
 
-    def test_the_state_of_another_run(self, run, tmp_path):
+    def test_state_of_another_run(self, run, tmp_path):
         other = train(tmp_path / "other", "source-only", "--seed", "3")
         shutil.copy(other / "state.safetensors", run)
         self.check(run, "belongs to another run", "Use an unmodified run directory.")
@@ -312,14 +312,14 @@ class TestBadRuns:
     @pytest.mark.parametrize(
         "change", [{"recipe": None}, {"classes": [1, 2]}, {"recipe": {"size": -1}}, {"switches": {"odd": 1}}]
     )
-    def test_a_config_that_makes_no_sense(self, run, change):
+    def test_invalid_config(self, run, change):
         config = json.loads((run / "config.json").read_text()) | change
         (run / "config.json").write_text(json.dumps({**config, "fingerprint": fingerprint_of(config)}))
         result = ratp("predict", run, "new")
         assert (result.code, result.out) == (2, "")
         assert "Traceback" not in result.err
 
-    def test_what_it_can_do_without(self, run):
+    def test_missing_optional_files(self, run):
         expected = assert_ok(ratp("predict", run, "new")).out
         for name in ("weights.safetensors", "environment.json", "matrix.json", "journal.jsonl"):
             (run / name).unlink()
@@ -327,12 +327,12 @@ class TestBadRuns:
 
 
 class TestUnfinished:
-    def test_no_stage_is_finished(self, run):
+    def test_no_finished_stage(self, run):
         (run / "state.safetensors").unlink()
         assert_error(ratp("predict", run, "new"), "no stage is finished", "goes on with it", out="found.csv")
 
     @pytest.mark.parametrize("name", ["state.safetensors", "state-before.safetensors"])
-    def test_the_last_finished_stage(self, run, name):
+    def test_last_finished_stage_is_used(self, run, name):
         """``run`` was stopped after its second stage, or its last state was damaged since."""
         tensors, about = read_tensors(run / "state.safetensors")
         matrix = Matrix.from_json(about["matrix"])
@@ -348,19 +348,19 @@ class TestUnfinished:
 
 
 class TestOwnMethods:
-    def test_it_predicts_if_its_file_is_named(self, own):
+    def test_method_file_must_be_given(self, own):
         found = assert_ok(ratp("predict", own, own.parent / "new", "--method", EXAMPLE))
         assert rows(found.out) == rows((own / "predictions-new.csv").read_text())
 
-    def test_no_file_is_run_that_was_not_named(self, own):
+    def test_recorded_method_file_is_never_run(self, own):
         assert_error(ratp("predict", own, own.parent / "new"), "'self-training'", "--method FILE.py", out="found.csv")
 
-    def test_an_edited_file_is_another_method(self, own, tmp_path):
+    def test_edited_method_file_is_refused(self, own, tmp_path):
         edited = tmp_path / "edited.py"
         edited.write_text(EXAMPLE.read_text() + "\n")
         result = ratp("predict", own, own.parent / "new", "--method", edited)
         assert_error(result, "has been edited since", out="found.csv")
 
-    def test_what_comes_along_needs_no_file(self, run):
+    def test_installed_methods_need_no_file(self, run):
         result = ratp("predict", run, "new", "--method", EXAMPLE)
         assert_error(result, "is a run of source-only, which comes along", out="found.csv")

@@ -108,7 +108,7 @@ def folders(place, pattern="*"):
 
 
 class TestRun:
-    def test_what_it_says(self, done):
+    def test_console_output(self, done):
         folder, result = done
         assert result.code == 0
         assert is_plain_text(result.out + result.err)
@@ -127,21 +127,21 @@ class TestRun:
             ["4", "runs", "4"],
         ]  # fmt: skip
 
-    def test_what_it_leaves(self, done):
+    def test_files_written(self, done):
         folder, _ = done
         assert len(folders(folder / "runs")) == 4
         assert json.loads((folder / "runs" / "study.json").read_text())["study"] == "tiny"
         assert not (folder / "runs" / "failures").exists()
         assert all(read_run(run).matrix.complete for run in folders(folder / "runs"))
 
-    def test_once_more_there_is_nothing_to_do(self, study):
+    def test_second_run_has_nothing_to_do(self, study):
         before = traces(Path("made"))
         again = ratp("study", "run", *study, *OPTIONS)
         assert again.code == 0
         assert "0 of 4 runs to execute" in again.err
         assert traces(Path("made")) == before
 
-    def test_json_is_one_document_and_all_there_is(self, study):
+    def test_json_output_is_one_document(self, study):
         shutil.rmtree(folders("made/runs")[0])
         result = ratp("study", "run", *study, *OPTIONS, "--json")
         assert (result.code, result.err) == (0, "")
@@ -156,7 +156,7 @@ class TestRun:
         assert (result.code, result.out, result.err) == (0, "", "")
         assert len(folders("made/runs")) == 4
 
-    def test_by_default_it_goes_to_a_folder_of_its_own(self, done):
+    def test_default_folder_is_per_study(self, done):
         shutil.copy(done[0] / "tiny.toml", "my study.toml")
         shutil.copytree(done[0] / "runs", "runs/studies/my_study")
         Path("runs/studies/my_study/study.json").unlink()
@@ -175,7 +175,7 @@ class TestRun:
         assert len(folders("made/runs")) == 6
         assert {run: traces(run) for run in before} == before
 
-    def test_one_that_fails(self, study):
+    def test_failed_run_is_reported(self, study):
         """It stops no other, is told last, and makes the exit code; quiet or not, who asked must know."""
         study_file(Path("made"), WILD, FOUR)
         shutil.rmtree(folders("made/runs")[0])
@@ -199,7 +199,7 @@ class TestRun:
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
 
     @pytest.mark.parametrize("terminal", [False, True])
-    def test_images_left_out_are_told_once_a_stream(self, terminal):
+    def test_skipped_images_are_reported_once_per_stream(self, terminal):
         for seed, name in enumerate(("day", "rain")):
             write_files(Path("yard", name), image_files(count=4, seed=seed))
         Path("yard/rain/north/bad.png").touch()
@@ -217,7 +217,7 @@ class TestRun:
         result = ratp("study", "report", path, "--out", "out")
         assert "About the images: rain: skipped 1 unusable image." in result.out
 
-    def test_what_hinders_all_is_told_once(self, tmp_path):
+    def test_shared_problem_is_reported_once(self, tmp_path):
         file = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1, 2, 3]", stream="digits"))
         result = ratp("study", "run", file, "--out", tmp_path / "runs", "--data", tmp_path)
         assert result.code == 2
@@ -236,21 +236,21 @@ class TestStatus:
         assert narrow(result.out)
         assert "finished" in result.out
 
-    def test_a_run_in_several_rows_is_counted_once_and_that_is_told(self):
+    def test_run_in_several_rows_is_counted_once(self):
         same = '[[grid.variant]]\nname = "same"\nmethod = "ratp"\n'
         study_file(Path(), grid('methods = ["ratp", "tent"]') + same)
         *rows, total, note = [line for line in ratp("study", "status", "tiny.toml").out.splitlines() if line.strip()]
         assert sorted(row.split() for row in rows[-3:]) == [["ratp", "1"], ["same", "1"], ["tent", "1"]]
         assert (total.split(), note) == (["2", "runs", "2"], "1 run is in several rows.")
 
-    def test_the_papers_studies_fit_a_terminal(self):
+    def test_paper_studies_fit_a_terminal(self):
         file = Path(__file__).parents[2] / "configs" / "paper" / "stationary.toml"
         result = ratp("study", "status", file, "--weights", "none")
         assert result.code == 0
         assert narrow(result.out)
         assert re.search(r"(?m)^84 runs +84$", result.out)
 
-    def test_runs_are_found_by_the_weights_they_began_with(self):
+    def test_runs_are_matched_by_initial_weights(self):
         """They are part of what determines a run, and of its directory's name."""
         Path("study.toml").write_text('[[grid]]\nstream = "pacs"\nmethods = ["source-only"]\n')
         names = [
@@ -279,7 +279,7 @@ class TestReport:
         Path("made/runs/study.json").unlink()
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # nor is the comparison in anybody's way
 
-    def test_quiet_and_elsewhere(self, study):
+    def test_quiet_report_in_another_folder(self, study):
         before = traces(Path("made"))
         result = ratp("study", "report", *study, "--to", "report", "--quiet")
         assert (result.code, result.out, result.err) == (0, "", "")
@@ -311,7 +311,7 @@ class TestKnown:
         shutil.copytree(once, "results")
         return "results"
 
-    def test_results_of_elsewhere_need_not_be_run(self, done, exported):
+    def test_known_results_are_not_run_again(self, done, exported):
         words = [done[0] / "tiny.toml", "--out", "new", "--known", exported]
         assert states(*words) == ["finished"] * 4
         result = ratp("study", "run", *words, *OPTIONS)
@@ -326,7 +326,7 @@ class TestKnown:
         assert Path(first["folder"]).parent == Path("new") and "known" not in first
         assert ratp("study", "report", *words, "-q").code == 0
 
-    def test_a_folder_is_read_with_those_in_it_and_trials_lie_deeper(self, done, exported):
+    def test_folder_of_results_is_read_with_subfolders(self, done, exported):
         Path("kept/tiny/trials").mkdir(parents=True)
         first, second, *_ = sorted(Path(exported).iterdir())
         first.rename("kept/tiny/first.json")
@@ -334,7 +334,7 @@ class TestKnown:
         found = states(done[0] / "tiny.toml", "--out", "new", "--known", "kept")
         assert sorted(found) == ["finished", "waiting", "waiting", "waiting"]
 
-    def test_two_of_one_run_that_differ_are_told(self, done, exported):
+    def test_conflicting_results_are_reported(self, done, exported):
         file = sorted(Path(exported).iterdir())[0]
         other = json.loads(file.read_text())
         rows = [[0.0, *row[1:]] for row in other["matrix"]["accuracy"]]
@@ -346,7 +346,7 @@ class TestKnown:
         assert found == ["finished"] * 4
 
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "ratp result"}', '{"compilerOptions": {}}'])
-    def test_a_damaged_one_is_named_and_left_out_among_others(self, content, done, exported):
+    def test_damaged_result_is_named_and_skipped(self, content, done, exported):
         Path(exported, "zzz.json").write_text(content)
         Path(exported, "study.json").write_text("{}")
         words = ["study", "run", done[0] / "tiny.toml", "--out", "new", *OPTIONS, "--known"]
@@ -369,7 +369,7 @@ class TestKnown:
         assert sorted(states(*words, folders(done[0] / "runs")[0])) == ["finished", "waiting", "waiting", "waiting"]
 
     @pytest.mark.parametrize("path", ["nowhere", "x" * 300, "empty"])
-    def test_none(self, path, done):
+    def test_no_known_results(self, path, done):
         Path("empty").mkdir()
         result = ratp("study", "status", done[0] / "tiny.toml", "--known", path)
         assert (result.code, result.out) == (2, "")
@@ -451,7 +451,7 @@ class TestInterruption:
         assert results("out") == results("undisturbed")
         assert [len(journal_of(run, "run_resumed")) for run in folders("out")].count(1) == 1
 
-    def test_control_c(self, gate):
+    def test_ctrl_c(self, gate):
         """With runs in processes of their own, as is usual: all stop, and the user is told how to go on."""
         process = start(gate, "--out", "out", "--jobs", "2")
         try:
@@ -471,7 +471,7 @@ class TestInterruption:
         assert not Path("out/failures").exists()
 
     @pytest.mark.faults(18, "a study that is stopped goes on with the same command")
-    def test_control_c_while_a_run_is_under_way(self, gate):
+    def test_ctrl_c_during_a_run(self, gate):
         """One run after another; the signal comes to the process that started it."""
         Path("gate.py").write_text(
             GATE.replace("while not", "import signal\n            if not").replace(
@@ -486,7 +486,7 @@ class TestInterruption:
         assert states(gate, "--out", "out") == ["finished", "interrupted", "waiting"]
 
 
-def test_progress_of_a_run_that_begins_a_stage_again():
+def test_progress_when_a_stage_restarts():
     """Its process ended in the second stage, at half of it; a third of the stage had been kept."""
     study = read_study(study_file(Path(), grid('methods = ["source-only"]')), Path("out"), RunRequest(device="cpu"))
     (entry,) = study.entries
@@ -514,7 +514,7 @@ def test_a_domain_without_labels_has_a_dash():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_run_that_another_process_began_meanwhile_is_left_to_it(is_terminal):
+def test_run_claimed_by_another_process_is_skipped(is_terminal):
     path = study_file(Path(), grid('methods = ["source-only"]', "seeds = [1, 2]"))
     study = read_study(path, Path("out"), RunRequest(device="cpu"))
     study.claim()
@@ -544,7 +544,7 @@ class TestTerminal:
         follow_study(study, console, quiet=False, at_once=1)
         return file.getvalue()
 
-    def test_a_mark_for_every_run(self, written):
+    def test_one_mark_per_run(self, written):
         lines = [ESCAPE.sub("", line).strip() for line in written.splitlines()]
         (failed,) = [line for line in lines if "✗" in line]
         assert failed.endswith("usually helps.")
@@ -582,7 +582,7 @@ class TestMistakes:
             (DIGITS + '[[grid.variant]]\nname = "[/x]"\nmethod = "[red]"', ["grid 1, [/x]: unknown method '[red]'"]),
         ],
     )
-    def test_in_the_file(self, command, text, expected):
+    def test_mistakes_in_the_file(self, command, text, expected):
         Path("study.toml").write_text(text)
         (line,) = assert_error(command, "study.toml", expected=expected)
         assert "study.toml" in line
@@ -597,7 +597,7 @@ class TestMistakes:
         assert lines[1].startswith("error: unknown precision 'half'")
 
     @pytest.mark.parametrize("command", ["run", "status", "report"])
-    def test_no_file(self, command):
+    def test_missing_file(self, command):
         Path("folder").mkdir()
         Path("latin.toml").write_bytes(b'title = "\xe9"')
         assert_error(command, "nowhere.toml", expected=["nowhere.toml", "No such file"])
@@ -619,19 +619,19 @@ class TestMistakes:
         )
 
     @pytest.mark.parametrize("out", ["tiny.toml", "tiny.toml/x", "x" * 300])
-    def test_a_folder_that_cannot_be(self, out):
+    def test_unusable_folder(self, out):
         study_file(Path(), FOUR)
         for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
             assert_error(
                 command, "tiny.toml", "--out", out, *options, expected=[f"cannot use {out} for a study", "--out"]
             )
 
-    def test_a_folder_that_cannot_be_made(self):
+    def test_folder_that_cannot_be_created(self):
         study_file(Path(), FOUR)
         assert_error("run", "tiny.toml", "--out", "/proc/ratp", *OPTIONS, expected=["/proc/ratp", "--out"])
         assert states("tiny.toml", "--out", "/proc/ratp") == ["waiting"] * 4
 
-    def test_a_folder_that_cannot_be_read(self, study, monkeypatch):
+    def test_unreadable_folder(self, study, monkeypatch):
         def locked(path):
             raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -641,13 +641,13 @@ class TestMistakes:
             assert line == "error: cannot use made/runs for a study: Permission denied. Choose another with --out."
 
     @pytest.mark.parametrize("words", [["rnu"], ["run"], ["run", "a", "b"], ["status"], ["run", "a", "--sed", "1"]])
-    def test_a_command_that_is_none(self, words):
+    def test_unknown_command(self, words):
         result = ratp("study", *words)
         assert (result.code, result.out) == (2, "")
         assert "Traceback" not in result.err
 
     @pytest.mark.parametrize("words", [[], ["run"], ["status"], ["report"]])
-    def test_every_command_explains_itself(self, words):
+    def test_every_command_has_help(self, words):
         result = ratp("study", *words, "--help")
         assert result.code == 0
         assert "Usage: " in result.out
@@ -671,7 +671,7 @@ class TestImages:
         return words
 
     @pytest.mark.slow
-    def test_runs_of_other_images_are_not_passed_off_as_these(self, made_study):
+    def test_runs_on_other_images_are_refused(self, made_study):
         folder = Path("runs/studies/tiny")
         before = traces(folder)
         write_files(Path("yard/mud"), image_files(count=3, seed=7))
@@ -688,7 +688,7 @@ class TestImages:
         assert "0 of 2 runs to execute" in ratp("study", "run", *made_study, *OPTIONS).err
 
     @pytest.mark.slow
-    def test_known_results_of_other_images_do_not_count(self, made_study):
+    def test_known_results_on_other_images_are_ignored(self, made_study):
         known = [*made_study, "--out", "new", "--known", "runs/studies/tiny"]
         write_files(Path("yard/mud"), image_files(count=3, seed=7))
         with pytest.warns(
@@ -697,14 +697,14 @@ class TestImages:
             result = ratp("study", "run", *known, *OPTIONS)
         assert result.code == 0 and len(folders("new")) == 2
 
-    def test_where_images_are_not_at_hand_known_results_do(self, made_study):
+    def test_known_results_count_without_images(self, made_study):
         for file in Path("yard/mud").rglob("*.png"):
             file.unlink()
         result = ratp("study", "run", *made_study, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
         assert result.code == 0 and "0 of 2 runs to execute" in result.err
 
 
-def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):
+def test_status_reports_unreadable_folder(monkeypatch):
     file = study_file(Path(), FOUR)
     closed = read_study(file).entries[0].folder
     closed.mkdir(parents=True)
@@ -720,7 +720,7 @@ def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):
     assert f"cannot read {closed}: Permission denied. Make it readable, or move it away" in message
 
 
-def test_grids_that_mean_different_things_by_a_name_are_told_apart():
+def test_grids_sharing_a_label_are_distinguished():
     other = grid('methods = ["shot"]').replace('"steps" = 2', '"steps" = 3')
     file = study_file(Path(), grid('methods = ["shot"]') + other)
     found = json.loads(ratp("study", "status", file, "--json").out)["runs"]

@@ -37,7 +37,7 @@ def extent(sheet, colour) -> tuple[int, int, int, int]:
     return int(x.min()), int(y.min()), int(x.max() - x.min() + 1), int(y.max() - y.min() + 1)
 
 
-def test_a_row_a_class_in_the_order_of_the_domain(tmp_path):
+def test_one_row_per_class_in_domain_order(tmp_path):
     sheet = draw_sheet(tmp_path, [plain_domain([BLUE, RED, GREEN], [1, 0, 1])], columns=2)
     red, green, blue, empty = (extent(sheet, colour) for colour in (RED, GREEN, BLUE, EMPTY))
     assert {box[2:] for box in (red, green, blue, empty)} == {(64, 64)}
@@ -45,7 +45,7 @@ def test_a_row_a_class_in_the_order_of_the_domain(tmp_path):
     assert red[1] == empty[1] < blue[1] == green[1]
 
 
-def test_only_so_many_columns(tmp_path):
+def test_column_count_is_limited(tmp_path):
     sheet = draw_sheet(tmp_path, [plain_domain([RED, BLUE], [0, 0])], columns=1)
     assert extent(sheet, RED)[2:] == (64, 64)
     assert not (sheet == np.array(BLUE)).all(axis=2).any()
@@ -66,7 +66,7 @@ def test_pixels_are_enlarged_unsmoothed(tmp_path):
     assert (tile[1::2, 1::2] == tile[::2, ::2]).all()
 
 
-def test_domains_stand_side_by_side_and_none_is_covered(tmp_path):
+def test_domains_are_side_by_side_without_overlap(tmp_path):
     domains = [plain_domain([colour], [0], name=f"d{k}") for k, colour in enumerate((RED, GREEN, BLUE))]
     sheet = draw_sheet(tmp_path, domains, columns=3)
     red, green, blue = (extent(sheet, colour) for colour in (RED, GREEN, BLUE))
@@ -100,7 +100,7 @@ def test_classes_without_images_are_not_counted(tmp_path, monkeypatch, labels, c
     assert f"2 images · 0 held out · {expected} · 32×32" in written
 
 
-def test_the_same_bytes_every_time(tmp_path):
+def test_output_is_deterministic(tmp_path):
     domain = plain_domain([RED, BLUE], [0, 1])
     assert (draw_sheet(tmp_path, [domain]) == draw_sheet(tmp_path, [domain])).all()
 
@@ -127,7 +127,7 @@ class TestWhatIsThere:
         for text in expected:
             assert text in result.err
 
-    def test_a_sheet_is_replaced(self):
+    def test_existing_sheet_is_replaced(self):
         for _ in range(2):
             assert ratp("streams", "show", "demo", "--json").code == 0
         Path("demo.png").rename("kept.png")
@@ -135,19 +135,19 @@ class TestWhatIsThere:
         assert ratp("streams", "show", "demo", "--json").code == 0
         assert Path("demo.png").is_symlink()
 
-    def test_a_picture_is_not(self):
+    def test_other_picture_is_not_replaced(self):
         Image.new("RGB", (8, 8)).save("demo.png")
         before = Path("demo.png").read_bytes()
         for words in ([], ["--out", "demo.png"]):
             self.assert_error(*words, expected=["cannot write demo.png: it exists and", "Move it away", "--out"])
         assert Path("demo.png").read_bytes() == before
 
-    def test_another_kind_of_file_is_not(self):
+    def test_other_file_is_not_replaced(self):
         Path("notes.txt").write_text("mine")
         self.assert_error("--out", "notes.txt", expected=["cannot write notes.txt", "a name in .png"])
         assert Path("notes.txt").read_text() == "mine"
 
-    def test_nor_is_a_folder(self):
+    def test_folder_is_not_replaced(self):
         Path("sheets.png").mkdir()
         self.assert_error(
             "--out",

@@ -43,7 +43,7 @@ def close(image, expected, tolerance=0):
 
 class TestKinds:
     @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
-    def test_without_loss(self, kind):
+    def test_lossless_formats(self, kind):
         decoded = decode(encode(make_picture(), kind, **({"lossless": True} if kind == "WEBP" else {})), None)
         assert close(decoded.image, pixels())
         assert (decoded.conversions, decoded.original_size) == ((), (12, 20))
@@ -84,7 +84,7 @@ class TestKinds:
             assert close(decoded.image, np.asarray(image.convert("RGB")))
             assert decoded.conversions == ("palette",)
 
-    def test_palette_with_a_transparent_colour_lies_on_white(self):
+    def test_palette_transparency_is_white(self):
         image = Image.new("P", (4, 1))
         image.putpalette([255, 0, 0, 0, 0, 255, 0, 255, 0])
         image.putdata([0, 1, 2, 1])
@@ -93,7 +93,7 @@ class TestKinds:
             assert decoded.image.tolist() == [[[255, 0, 0], [255] * 3, [0, 255, 0], [255] * 3]]
             assert decoded.conversions == ("palette", "alpha")
 
-    def test_palette_with_degrees_of_transparency(self):
+    def test_palette_with_partial_transparency(self):
         image = Image.new("P", (3, 1))
         image.putpalette([200, 0, 0] * 3)
         image.putdata([0, 1, 2])
@@ -101,7 +101,7 @@ class TestKinds:
         assert decoded.image.tolist() == [[[200, 0, 0], [244, 204, 204], [255, 255, 255]]]
 
     @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
-    def test_alpha_lies_on_white(self, kind):
+    def test_alpha_is_composited_on_white(self, kind):
         alpha = np.linspace(0, 255, 240).reshape(12, 20)
         rgba = np.dstack([pixels(), alpha.astype(np.uint8)])
         options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
@@ -124,14 +124,14 @@ class TestKinds:
         assert decoded.conversions == ("alpha",)
 
     @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-    def test_of_an_animation_the_first_frame(self, kind):
+    def test_animation_gives_first_frame(self, kind):
         frames = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime", "blue")]
         options = {"lossless": True} if kind == "WEBP" else {}
         decoded = decode(encode(frames[0], kind, save_all=True, append_images=frames[1:], **options), None)
         assert (decoded.image == [255, 0, 0]).all()
         assert "animated" in decoded.conversions
 
-    def test_of_several_pages_the_first(self):
+    def test_multi_page_gives_first_page(self):
         pages = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime")]
         decoded = decode(encode(pages[0], "TIFF", save_all=True, append_images=pages[1:]), None)
         assert (decoded.image == [255, 0, 0]).all()
@@ -218,7 +218,7 @@ class TestDeepImages:
         assert decoded.image[0, :, 0].tolist() == expected
         assert decoded.conversions == ("32-bit", "greyscale")
 
-    def test_no_number_at_all(self):
+    def test_non_finite_pixels(self):
         with pytest.raises(BadImage, match="without any finite value"):
             decode(encode(Image.fromarray(np.full((2, 2), np.nan, dtype=np.float32)), "TIFF"), None)
 
@@ -240,7 +240,7 @@ def stored(upright, orientation):
 class TestOrientation:
     @pytest.mark.parametrize("orientation", range(1, 9))
     @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-    def test_the_image_is_the_right_way_up(self, kind, orientation):
+    def test_orientation_is_applied(self, kind, orientation):
         upright = pixels(16, 32)
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -254,10 +254,10 @@ class TestOrientation:
     @pytest.mark.parametrize(
         "note", [b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0garbage", b"\xff" * 50]
     )
-    def test_a_damaged_note_does_not_spoil_the_picture(self, note):
+    def test_damaged_exif_is_ignored(self, note):
         assert close(decode(encode(make_picture(), "JPEG", quality=95, exif=note), None).image, pixels(), 25)
 
-    def test_an_orientation_that_does_not_exist(self):
+    def test_unknown_orientation(self):
         exif = Image.Exif()
         exif[0x0112] = 9
         assert decode(encode(make_picture(), "PNG", exif=exif), None).conversions == ()
@@ -265,7 +265,7 @@ class TestOrientation:
 
 class TestSize:
     @pytest.mark.parametrize("size", [(32, 32), (6, 10), (5, 40), (1, 1), (12, 20)])
-    def test_bilinear_with_antialiasing_to_exactly_that(self, size):
+    def test_resize_is_bilinear_with_antialiasing(self, size):
         """As torch does it, but for rounding."""
         decoded = decode(png(), size)
         image = torch.from_numpy(pixels()).permute(2, 0, 1)[None].float()
@@ -296,7 +296,7 @@ class TestBadFiles:
             (SMALL["WebP"][:-20], "WEBP"),
         ],
     )
-    def test_the_reason_is_one_a_user_understands(self, data, reason):
+    def test_reasons_are_readable(self, data, reason):
         with pytest.raises(BadImage, match=reason) as caught:
             decode(data, (8, 8))
         assert "0x" not in str(caught.value) and "\n" not in str(caught.value)
@@ -307,27 +307,27 @@ class TestBadFiles:
             with pytest.raises(BadImage):
                 decode(data, None)
 
-    def test_also_if_others_in_the_process_load_truncated_images(self, monkeypatch):
+    def test_truncated_even_if_pillow_setting_allows(self, monkeypatch):
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
         with pytest.raises(BadImage, match="truncated"):
             decode(png()[:-40], None)
         assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
     @pytest.mark.parametrize("size", [(100_000, 100_000), (11_000, 10_000), (2**31 - 1, 1), (1, 2**31 - 1)])
-    def test_too_many_pixels_are_refused_by_the_header(self, size):
+    def test_too_many_pixels_are_refused_from_header(self, size):
         with pytest.raises(BadImage, match="too many pixels"):
             decode(raw_png(*size, 8, 2, b""), (8, 8))
 
-    def test_fewer_are_not_even_where_pillow_would_warn(self):
+    def test_large_image_below_limit_is_read(self):
         assert Image.MAX_IMAGE_PIXELS < 9_500 * 10_000
         with pytest.raises(BadImage, match="truncated"):
             decode(raw_png(9_500, 10_000, 8, 2, b""), (8, 8))
 
-    def test_a_colour_model_that_is_not_read(self):
+    def test_unsupported_colour_model(self):
         with pytest.raises(BadImage, match="colour model LAB"):
             decode(encode(Image.new("LAB", (4, 4)), "TIFF"), None)
 
-    def test_the_check_for_damage_is_a_real_one(self):
+    def test_damage_check_detects_damage(self):
         """What the tests below mutate decodes as it is."""
         for data in SMALL.values():
             decode(data, (8, 8))
@@ -351,7 +351,7 @@ def test_any_flipped_bit_decodes_or_is_a_bad_image(kind, place, bit):
 
 
 @given(kind=st.sampled_from(sorted(SMALL)), place=st.integers(0, 10**6), junk=st.binary(max_size=40))
-def test_any_junk_in_it_decodes_or_is_a_bad_image(kind, place, junk):
+def test_inserted_junk_decodes_or_is_a_bad_image(kind, place, junk):
     data = bytearray(SMALL[kind])
     data[place % len(data) : place % len(data) + len(junk)] = junk
     decodes_or_says_why(bytes(data))
@@ -372,6 +372,6 @@ def test_every_single_flip_near_the_start(kind):
             decodes_or_says_why(bytes(data))
 
 
-def test_the_same_file_always_gives_the_same_pixels():
+def test_decoding_is_deterministic():
     for data in SMALL.values():
         assert (decode(data, (8, 9)).image == decode(io.BytesIO(data).getvalue(), (8, 9)).image).all()
