@@ -44,7 +44,7 @@ class TestChecks:
         ],
         ids=["too few", "float", "int32", "a column"],
     )
-    def test_labels_must_be_one_whole_number_an_image(self, bad):
+    def test_labels_must_be_one_integer_per_image(self, bad):
         with pytest.raises(RatpError, match="'MT': labels must be int64 of shape"):
             labelled(labels=bad)
 
@@ -80,25 +80,25 @@ class TestUnlabelled:
 
 class TestSubset:
     @pytest.mark.parametrize("index", [torch.tensor([False, True, False, True]), torch.tensor([1, 3])])
-    def test_by_mask_or_positions(self, index):
+    def test_subset_by_mask_or_positions(self, index):
         part = labelled(held_out=torch.ones(4, dtype=torch.bool)).subset(index)
         assert torch.equal(part.images, make_images()[[1, 3]])
         assert part.labels.tolist() == [1, 0]
         assert (part.name, part.classes, part.held_out) == ("MT", ("cat", "dog"), None)
 
-    def test_of_nothing_is_refused(self):
+    def test_empty_subset_is_refused(self):
         with pytest.raises(RatpError, match="empty"):
             labelled().subset(torch.zeros(4, dtype=torch.bool))
 
 
 class TestFingerprint:
-    def test_it_is_that_of_the_contents(self):
+    def test_fingerprint_is_of_the_contents(self):
         copy = labelled(images=make_images().clone(), labels=torch.tensor([0, 1, 1, 0]))
         assert labelled().fingerprint() == copy.fingerprint()
         flipped = make_images().flip(3)
         assert labelled(images=flipped).fingerprint() == labelled(images=flipped.contiguous()).fingerprint()
 
-    def test_every_part_counts(self):
+    def test_fingerprint_covers_every_part(self):
         mask = torch.tensor([True, False, False, False])
         pixel = make_images()
         pixel[3, 2, 4, 5] += 1
@@ -116,7 +116,7 @@ class TestFingerprint:
         ]
         assert len({domain.fingerprint() for domain in variants}) == len(variants)
 
-    def test_moving_it_does_not_change_it(self):
+    def test_fingerprint_ignores_device(self):
         domain = labelled(held_out=torch.tensor([True, False, False, False]))
         assert domain.to(torch.device("cpu")).fingerprint() == domain.fingerprint()
         assert torch.equal(domain.to(torch.device("cpu")).held_out, domain.held_out)

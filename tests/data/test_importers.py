@@ -134,7 +134,7 @@ def test_same_input_same_bytes(tmp_path, mnist):
     assert import_domain("mnist", mnist, tmp_path / "b").path.read_bytes() == first
 
 
-def test_existing_zip_is_replaced_only_when_asked(tmp_path, mnist):
+def test_existing_zip_is_replaced_only_on_request(tmp_path, mnist):
     import_domain("mnist", mnist[:2], tmp_path / "out")
     with pytest.raises(RatpError, match="exists already"):
         import_domain("mnist", mnist, tmp_path / "out")
@@ -158,7 +158,7 @@ def test_progress(tmp_path, mnist):
 
 
 @pytest.mark.parametrize("name", ["", "..", ".x", "a/b", "a\\b", "c:d", "a\nb"])
-def test_names_that_are_no_names(tmp_path, mnist, name):
+def test_invalid_names(tmp_path, mnist, name):
     assert_error(tmp_path, "cannot be the name of a domain", name, *mnist)
 
 
@@ -168,23 +168,23 @@ def test_unwritable_folder(tmp_path, mnist):
         import_domain("mnist", mnist, tmp_path / "file" / "sub")
 
 
-def test_number_of_images_can_be_demanded(tmp_path, mnist):
+def test_expected_image_count_is_checked(tmp_path, mnist):
     assert_error(tmp_path, r"should have 70,000 images, found 12", "mnist", *mnist, expected=70_000)
 
 
-def test_nothing_given(tmp_path):
+def test_no_inputs(tmp_path):
     assert_error(tmp_path, "nothing to import", "mnist")
 
 
 # --- idx
 
 
-def test_idx_pairs_by_name_whatever_the_order(tmp_path, mnist):
+def test_idx_pairs_by_name_in_any_order(tmp_path, mnist):
     shuffled = [mnist[0], mnist[3], mnist[2], mnist[1]]
     assert_holds(import_domain("mnist", shuffled, tmp_path / "out").path, GREY, LABELS)
 
 
-def test_idx_pairs_by_order_where_names_do_not_say(tmp_path, mnist):
+def test_idx_pairs_by_order_without_names(tmp_path, mnist):
     renamed = [path.rename(tmp_path / f"file{k}") for k, path in enumerate(mnist)]
     assert_holds(import_domain("mnist", renamed, tmp_path / "out").path, GREY, LABELS)
 
@@ -257,7 +257,7 @@ def test_svhn(tmp_path, axes, compressed, kind):
     assert_holds(import_domain("svhn", [path], tmp_path / "out").path, COLOUR, LABELS)
 
 
-def test_several_mat_files_follow_each_other(tmp_path):
+def test_several_mat_files_are_concatenated(tmp_path):
     for name, part in (("b", slice(0, 7)), ("a", slice(7, 12))):
         savemat(tmp_path / f"{name}.mat", {"X": COLOUR[part].transpose(1, 2, 3, 0), "y": LABELS[part]})
     paths = [tmp_path / "b.mat", tmp_path / "a.mat"]
@@ -277,7 +277,7 @@ def test_mat_of_digit_five(tmp_path):
     assert_holds(path, COLOUR, LABELS)
 
 
-def test_of_images_in_two_sizes_those_that_were_not_resized_are_taken(tmp_path):
+def test_original_size_is_preferred_over_resized(tmp_path):
     resized = np.pad(GREY, ((0, 0), (2, 2), (2, 2)))
     one_hot = np.eye(10)[LABELS]
     train = {"train_32": resized[:8], "train_28": GREY[:8, :, :, None], "label_train": one_hot[:8]}
@@ -314,7 +314,7 @@ def test_cells_of_usps(tmp_path, compressed):
         (GREY[:, None] / 255, LABELS[:5, None], r"row 1 of dataset: expected as many images as labels"),
     ],
 )
-def test_cells_that_are_not_what_they_should_be(tmp_path, images, labels, match):
+def test_invalid_cells(tmp_path, images, labels, match):
     assert_error(tmp_path, match, "usps", usps_cells(tmp_path / "x.mat", images, labels))
 
 
@@ -338,7 +338,7 @@ def test_damaged_cells(tmp_path):
             assert_error(tmp_path, r"x\.mat", "usps", tmp_path / "x.mat")
 
 
-def test_no_more_than_asked_for(tmp_path, mnist):
+def test_only_requested_variables_are_read(tmp_path, mnist):
     whole = sorted(read_zip(import_domain("mnist", mnist, tmp_path / "whole").path).items())
     report = import_domain("mnist", mnist, tmp_path / "some", at_most=7)
     assert report.total == 7
@@ -367,7 +367,7 @@ def test_no_more_than_asked_for(tmp_path, mnist):
         ({"X": COLOUR[:, :, 0, 0], "y": LABELS}, "expected N images of height × width"),
     ],
 )
-def test_mat_that_is_not_what_it_should_be(tmp_path, data, match):
+def test_invalid_mat(tmp_path, data, match):
     savemat(tmp_path / "x.mat", data)
     assert_error(tmp_path, match, "svhn", tmp_path / "x.mat")
 
@@ -430,7 +430,7 @@ def test_new_mat(tmp_path):
     assert_holds(import_domain("svhn", [path], tmp_path / "out").path, COLOUR, LABELS)
 
 
-def test_hdf5_that_points_elsewhere(tmp_path):
+def test_hdf5_with_external_links(tmp_path):
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "x.mat"
     with h5py.File(tmp_path / "other.h5", "w") as file:
@@ -564,7 +564,7 @@ def test_classes_to_keep(tmp_path):
 
 
 @FORMS
-def test_lists_of_domainnet_select(tmp_path, form):
+def test_domainnet_lists_select_images(tmp_path, form):
     files = {f"clipart/{label}/clipart_{k}.png": png(COLOUR[k]) for k, label in enumerate(["dog", "dog", "tree"])}
     given = form(tmp_path, files)
     (tmp_path / "clipart_train.txt").write_text("clipart/dog/clipart_1.png 91\n")
@@ -638,7 +638,7 @@ def test_digits_are_digits(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["画像", "naïve ü", "x" * 200])
-def test_names_of_all_kinds(tmp_path, name):
+def test_unusual_names(tmp_path, name):
     given = as_folder(tmp_path, {f"{name}/{name}.png": png(COLOUR[0])})
     assert_holds(import_domain(name[:100], [given], tmp_path / "out").path, COLOUR[:1], [name])
 
@@ -717,7 +717,7 @@ def test_bad_images_stop_the_import_and_are_all_named(tmp_path, form):
 
 
 @FORMS
-def test_bad_images_are_left_out_when_asked(tmp_path, form):
+def test_bad_images_are_skipped_on_request(tmp_path, form):
     given = form(tmp_path, {"dog/a.png": png(COLOUR[0]), **bad_images(), "dog/z.png": png(COLOUR[1])})
     report = import_domain("photo", [given], tmp_path / "out", on_bad_image="skip")
     assert report.images == {"dog": 2}
@@ -751,7 +751,7 @@ def test_special_file(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../evil.png", "/etc/evil.png", "a/../../evil.png", "C:/evil.png", "dog\\..\\evil.png"]
 )
-def test_zip_that_leads_out(tmp_path, name):
+def test_zip_with_path_traversal(tmp_path, name):
     given = image_zip(tmp_path / "evil.zip", {"dog/1.png": png(COLOUR[0]), name: png(COLOUR[1])})
     assert_error(tmp_path, r"evil\.zip is refused", "photo", given)
 
@@ -834,7 +834,7 @@ def test_zip_around_a_mat(tmp_path):
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\0\0\x08\x03", b"MATLAB 5.0 MAT-file", b"BZh9", b"PK\x03\x04"]))
-def test_no_bytes_get_through(tmp_path_factory, data, head):
+def test_arbitrary_bytes_are_refused(tmp_path_factory, data, head):
     folder = tmp_path_factory.mktemp("any")
     (folder / "file").write_bytes(head + data)
     with warnings.catch_warnings():
@@ -935,7 +935,7 @@ def test_unknown_names():
         ("domainnet-original", "domainnet_original", ["clipart", "painting"]),
     ],
 )
-def test_what_a_name_means(name, data, domains):
+def test_names_resolve_to_domains(name, data, domains):
     found, sources = find_sources(name)
     assert (found.name, [source.name for source in sources]) == (data, domains)
 
@@ -950,7 +950,7 @@ def test_what_a_name_means(name, data, domains):
         ("", "unknown data set or domain ''"),
     ],
 )
-def test_a_name_that_means_nothing_or_too_much(name, expected):
+def test_unknown_or_ambiguous_name(name, expected):
     with pytest.raises(RatpError) as caught:
         find_sources(name)
     assert str(caught.value).startswith(expected)

@@ -46,24 +46,24 @@ def test_a_folder_of_zips_and_the_lists_beside_them(tmp_path):
     }
 
 
-def test_zips_by_their_names_where_the_classes_lie_at_their_roots(tmp_path):
+def test_zips_with_classes_at_root_are_named_by_file(tmp_path):
     write_zip(tmp_path / "photo.zip", {"dog/1.png": png()})
     assert found(tmp_path, "pacs", "photo.zip") == {"photo": ["photo.zip"]}
 
 
-def test_nothing_of_the_set(tmp_path):
+def test_no_domain_of_the_set(tmp_path):
     write_zip(tmp_path / "given.zip", pictures("clipart", "quickdraw"))
     with pytest.raises(RatpError, match=r"nothing of pacs is there.*photo, .*found clipart, quickdraw"):
         domains_in("pacs", [tmp_path / "given.zip"])
 
 
-def test_files_that_do_not_say_what_they_are(tmp_path):
+def test_unrecognised_files(tmp_path):
     (tmp_path / "train_32x32.mat").write_bytes(b"MATLAB 5.0 MAT-file")
     with pytest.raises(RatpError, match=r"one domain at a time, e\.g\. ratp data import digits/mnist train_32x32\.mat"):
         domains_in("digits", [tmp_path / "train_32x32.mat"])
 
 
-def test_files_of_a_collection_by_their_names(tmp_path):
+def test_collection_files_are_matched_by_name(tmp_path):
     names = ("mnist_data", "mnistm_with_label", "svhn_train_32x32", "svhn_test_32x32", "usps_28x28", "readme")
     write_files(tmp_path / "given", {f"Digit-Five/{name}.mat": b"MATLAB 5.0 MAT-file" for name in names})
     expected = {

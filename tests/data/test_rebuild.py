@@ -145,7 +145,7 @@ def test_mnist_m_depends_on_the_seed_alone(tmp_path, photographs):
     assert build("a2", 1) != build("c", 2)
 
 
-def test_photographs_that_do_not_serve_are_named(tmp_path, photographs):
+def test_unusable_photographs_are_named(tmp_path, photographs):
     folder, _ = photographs
     (folder / "broken.jpg").write_bytes(b"no image")
     Image.new("RGB", (31, 100)).save(folder / "small.png")
@@ -168,7 +168,7 @@ def test_photographs_that_do_not_serve_are_named(tmp_path, photographs):
         ({"seed": -1}, "seed must not be negative"),
     ],
 )
-def test_mnist_m_that_cannot_be(tmp_path, photographs, change, match):
+def test_impossible_mnist_m_requests(tmp_path, photographs, change, match):
     options = {"photographs": [photographs[0]], "seed": 0, **change}
     with pytest.raises(RatpError, match=match):
         build_mnist_m(handwriting(), out=tmp_path / "out", **options)
@@ -244,7 +244,7 @@ def test_syn_has_numbers_of_one_to_three_figures_and_the_label_in_the_middle(mon
 
 
 @pytest.mark.slow
-def test_syn_can_be_told_apart():
+def test_rebuilt_syn_is_recognisable():
     """Nearest class mean of blurred contrast, trained and tested on different images, beats chance by far."""
     typefaces = faces()
 
@@ -291,7 +291,7 @@ def test_fonts_without_figures(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "seed", "match"), [(0, 0, "positive number"), (10, -1, "must not be negative")])
-def test_syn_that_cannot_be(tmp_path, count, seed, match):
+def test_impossible_syn_requests(tmp_path, count, seed, match):
     with pytest.raises(RatpError, match=match):
         build_syn(tmp_path, seed, count)
 
@@ -370,7 +370,7 @@ def test_published_sets_are_not_overwritten(tmp_path):
     build_syn(tmp_path, seed=0, count=10, replace=True)
 
 
-def test_they_can_be_looked_at(tmp_path, photographs):
+def test_rebuilt_sets_can_be_shown(tmp_path, photographs):
     domains = []
     for path in (
         build_syn(tmp_path, seed=0, count=30).path,

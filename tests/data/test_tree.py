@@ -36,13 +36,13 @@ class TestLayout:
         assert [tree.read(file) for file in tree.files] == [FILES[name] for name in sorted(FILES)]
         assert [file.size for file in tree.files] == [len(FILES[name]) for name in sorted(FILES)]
 
-    def test_one_more_folder_around_them(self, tmp_path):
+    def test_extra_outer_folder(self, tmp_path):
         tree = open_tree(write_files(tmp_path / "photo", {f"whatever/{name}": data for name, data in FILES.items()}))
         assert tree.classes == ("cat", "dog")
         assert names(tree) == sorted(FILES)
         assert tree.read(tree.files[0]) == FILES["cat/0.png"]
 
-    def test_images_only_have_no_classes(self, tmp_path):
+    def test_flat_images_have_no_classes(self, tmp_path):
         tree = open_tree(write_files(tmp_path / "new", {"b.png": png(), "a.png": png()}))
         assert tree.classes is None
         assert [(file.name, file.class_name) for file in tree.files] == [("a.png", None), ("b.png", None)]
@@ -52,7 +52,7 @@ class TestLayout:
         tree = open_tree(write_zip(tmp_path / "phone.zip", {"phone/1.png": png()}))
         assert (tree.classes, names(tree)) == (None, ["1.png"])
 
-    def test_folders_within_a_class_belong_to_it(self, tmp_path):
+    def test_subfolders_belong_to_their_class(self, tmp_path):
         tree = open_tree(write_files(tmp_path, {"cat/a/b/1.png": png(), "cat/2.png": png(), "dog/a/3.png": png()}))
         assert {file.name: file.class_name for file in tree.files} == {
             "cat/2.png": "cat",
@@ -66,13 +66,13 @@ class TestLayout:
         with pytest.raises(RatpError, match=r"both beside and in class folders: 'stray.jpg', and folders 'cat'"):
             open_tree(folder)
 
-    def test_images_are_known_by_their_ending_in_any_case(self, tmp_path):
+    def test_image_suffixes_ignore_case(self, tmp_path):
         endings = ["png", "JPG", "jpeg", "WebP", "bmp", "GIF", "tif", "TIFF", "ppm", "pgm"]
         endings += ["jfif", "JPE", "pjpeg", "mpo", "apng", "pbm", "pnm"]
         tree = open_tree(write_files(tmp_path, {f"cat/x.{ending}": b"" for ending in endings}))
         assert len(tree.files) == len(endings)
 
-    def test_other_files_are_listed_and_clutter_is_not(self, tmp_path):
+    def test_other_files_are_listed_but_not_clutter(self, tmp_path):
         others = {"readme.txt": b"", "cat/labels.csv": b"", "cat/png": b""}
         clutter = [".DS_Store", "cat/Thumbs.db", "__MACOSX/cat/._1.png", ".git/1.png", "cat/.2.png", "desktop.ini"]
         files = {"cat/1.png": png(), **others, **dict.fromkeys(clutter, b"")}
@@ -80,7 +80,7 @@ class TestLayout:
             assert names(tree) == ["cat/1.png"]
             assert tree.ignored == tuple(sorted(others))
 
-    def test_what_may_be_meant_as_an_image_and_is_not_read_is_told_apart(self, tmp_path):
+    def test_possible_images_are_reported_separately(self, tmp_path):
         meant = ["cat/1.HEIC", "cat/2.avif", "cat/3.jpg_large", "cat/4.tiff64", "cat/raw/5.cr2"]
         files_without_ending = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
         others = [
@@ -108,7 +108,7 @@ class TestLayout:
         assert remark.startswith("1 file skipped, unsupported format: .heic (1). ")
 
     @pytest.mark.parametrize("around", ["", "pics/"])
-    def test_several_domains_are_not_taken_for_one(self, tmp_path, around):
+    def test_several_domains_are_not_read_as_one(self, tmp_path, around):
         """Their names would be the classes."""
         layout = ["day/cat/1.png", "day/dog/2.png", "rain/cat/3.png", "rain/dog/4.png", "night/5.png"]
         files = {f"{around}{name}": png() for name in layout}
@@ -126,14 +126,14 @@ class TestLayout:
         (remark,) = remarks_on(known)
         assert "If 'day' is not a class but a domain" in remark
 
-    def test_two_classes_of_many_condemn_no_others(self, tmp_path):
+    def test_two_shared_class_names_do_not_refuse_the_rest(self, tmp_path):
         files = [f"{name}/1.png" for name in "abcdefgh"]
         files += [f"{name}/{year}/1.png" for name in ("w", "x") for year in ("2019", "2020")]
         tree = open_tree(write_files(tmp_path, dict.fromkeys(files, png())))
         assert tree.classes == (*"abcdefgh", "w", "x")
         assert "If 'w' is not a class" in remarks_on(tree)[0]
 
-    def test_folders_of_several_sets_are_not_taken_for_one_domain(self, tmp_path):
+    def test_folders_of_several_sets_are_not_one_domain(self, tmp_path):
         sets = {"digits": ("mnist", "usps"), "pets": ("photo", "sketch")}
         places = [f"{name}/{domain}/{label}" for name, domains in sets.items() for domain in domains for label in "01"]
         with pytest.raises(RatpError, match="one: 'digits/mnist', 'digits/usps', 'pets/photo', 'pets/sketch'; folders"):
@@ -149,14 +149,14 @@ class TestLayout:
             (["cat/2024/1.png", "cat/2025/2.png", "dog/3.png"], ["to it: 'cat/2024', 'cat/2025'. If 'cat' is"]),
         ],
     )
-    def test_other_folders_within_classes_belong_to_them(self, tmp_path, layout, expected):
+    def test_nested_folders_belong_to_their_class(self, tmp_path, layout, expected):
         tree = open_tree(write_files(tmp_path, dict.fromkeys(layout, png())))
         assert tree.classes == ("cat", "dog")
         assert [words in remark for words, remark in zip(expected, remarks_on(tree), strict=True)] == [True] * len(
             expected
         )
 
-    def test_empty_class_folders_are_no_classes(self, tmp_path):
+    def test_empty_class_folders_are_ignored(self, tmp_path):
         write_files(tmp_path, {"cat/1.png": png()})
         (tmp_path / "dog").mkdir()
         assert open_tree(tmp_path).classes == ("cat",)
@@ -169,13 +169,13 @@ class TestLayout:
                 open_tree(path)
             assert ("notes.txt" in str(caught.value)) == bool(files)
 
-    def test_a_class_renamed_in_one_domain_shows(self, tmp_path):
+    def test_class_renamed_in_one_domain_is_visible(self, tmp_path):
         one = open_tree(write_files(tmp_path / "one", FILES))
         other = open_tree(write_files(tmp_path / "two", {n.replace("dog", "Dog"): data for n, data in FILES.items()}))
         assert one.classes == ("cat", "dog")
         assert other.classes == ("Dog", "cat")
 
-    def test_accents_written_in_two_ways_are_one_class_name(self, tmp_path):
+    def test_unicode_forms_of_a_class_name_are_equal(self, tmp_path):
         composed, decomposed = "na\u00efve \u00fc", "nai\u0308ve u\u0308"
         trees = [
             open_tree(write_files(tmp_path / str(k), {f"{n}/1.png": png()}))
@@ -184,7 +184,7 @@ class TestLayout:
         assert trees[0].classes == trees[1].classes == (composed,)
         assert [tree.read(tree.files[0]) for tree in trees] == [png()] * 2
 
-    def test_missing_and_foreign_paths(self, tmp_path):
+    def test_missing_and_invalid_paths(self, tmp_path):
         with pytest.raises(RatpError, match="does not exist"):
             open_tree(tmp_path / "nowhere")
         write_files(tmp_path, {"a.tar": b"", "b.png": png()})
@@ -213,7 +213,7 @@ class TestNames:
             assert {file.name: tree.read(file) for file in tree.files} == files
             assert tree.classes == tuple(sorted(name.split("/")[0] for name in files))
 
-    def test_bytes_that_are_no_text(self, tmp_path):
+    def test_non_text_names(self, tmp_path):
         folder = os.fsencode(tmp_path) + b"/cl\xe9"
         os.mkdir(folder)
         with open(folder + b"/\xff.png", "wb") as file:
@@ -222,7 +222,7 @@ class TestNames:
         assert tree.read(tree.files[0]) == png()
         assert len(identity(tree)) == 64
 
-    def test_utf8_in_an_archive_that_does_not_say_so(self, tmp_path):
+    def test_utf8_archive_without_flag(self, tmp_path):
         path = write_zip(tmp_path / "d.zip", {"画像/1.png": png(), "ascii/1.png": png()})
         data = path.read_bytes()
         for record, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
@@ -279,7 +279,7 @@ class TestOutOfReach:
         assert tree.classes == ("cat",)
         assert tree.unreadable == (("dog", "is a folder that cannot be read: Permission denied"),)
 
-    def test_an_unreadable_domain_is_an_error(self, tmp_path, monkeypatch):
+    def test_unreadable_domain_is_an_error(self, tmp_path, monkeypatch):
         def refusing(_):
             raise PermissionError(13, "Permission denied")
 
@@ -287,7 +287,7 @@ class TestOutOfReach:
         with pytest.raises(RatpError, match=r"cannot read the folder .*Permission denied"):
             open_tree(tmp_path)
 
-    def test_a_link_to_a_file_is_followed_and_one_to_nothing_named(self, tmp_path):
+    def test_file_link_is_followed_and_broken_link_named(self, tmp_path):
         write_files(tmp_path, {"d/cat/1.png": png(1), "elsewhere/2.png": png(2)})
         (tmp_path / "d/cat/2.png").symlink_to(tmp_path / "elsewhere/2.png")
         (tmp_path / "d/cat/3.png").symlink_to("gone.png")
@@ -304,7 +304,7 @@ class TestOutOfReach:
         assert names(tree) == ["cat/1.png", "dog/2.png"]
         assert tree.ignored == ("a_cat (leads to a folder that is listed already)",)
 
-    def test_loops_of_links_end(self, tmp_path):
+    def test_link_loops_end(self, tmp_path):
         write_files(tmp_path, {"d/cat/1.png": png(), "d/dog/2.png": png()})
         (tmp_path / "d/cat/up").symlink_to("..")
         (tmp_path / "d/cat/far_up").symlink_to(tmp_path)
@@ -321,7 +321,7 @@ class TestOutOfReach:
         os.mkfifo(tmp_path / "cat/2.png")
         assert open_tree(tmp_path).unreadable == (("cat/2.png", "is a pipe or a device, not a file"),)
 
-    def test_a_file_that_goes_or_changes_after_listing(self, tmp_path):
+    def test_file_removed_or_changed_after_listing(self, tmp_path):
         tree = open_tree(write_files(tmp_path, FILES))
         (tmp_path / tree.files[0].name).unlink()
         (tmp_path / tree.files[1].name).write_bytes(b"123")
@@ -330,7 +330,7 @@ class TestOutOfReach:
         with pytest.raises(BadImage, match=r"has changed since it was listed: \d+ bytes then, 3 now"):
             tree.read(tree.files[1])
 
-    def test_a_file_larger_than_any_image_is_not_read_whole(self, tmp_path):
+    def test_oversized_file_is_not_read_whole(self, tmp_path):
         path = write_files(tmp_path, {"cat/1.png": png()}) / "cat/1.png"
         os.truncate(path, 600 * 2**20)
         tree = open_tree(tmp_path)
@@ -376,16 +376,16 @@ class TestArchives:
         ],
     )
     @pytest.mark.faults(7, "archives are read in place; members that lead out, links and devices are refused")
-    def test_members_no_honest_tool_writes_are_refused(self, tmp_path, change, reason):
+    def test_malicious_members_are_refused(self, tmp_path, change, reason):
         with pytest.raises(RatpError, match=f"is refused:\n.*{reason}"):
             open_tree(craft_archive(tmp_path / "d.zip", change))
 
-    def test_the_crafted_archive_is_fine_otherwise(self, tmp_path):
+    def test_unmodified_crafted_archive_is_read(self, tmp_path):
         tree = open_tree(craft_archive(tmp_path / "d.zip", of_kind(stat.S_IFREG)))
         assert [tree.read(file) for file in tree.files] == [png(1), png(2)]
 
     @pytest.mark.parametrize("second", ["cat/1.png", "./cat/1.png", "cat//1.png"])
-    def test_the_same_name_twice(self, tmp_path, second):
+    def test_duplicate_member_name(self, tmp_path, second):
         with zipfile.ZipFile(tmp_path / "d.zip", "w") as archive:
             archive.writestr("cat/1.png", png(1))
             if second == "cat/1.png":
@@ -396,7 +396,7 @@ class TestArchives:
         with pytest.raises(RatpError, match=r"1 member\(s\) with the same name twice"):
             open_tree(tmp_path / "d.zip")
 
-    def test_a_zero_byte_in_a_name(self, tmp_path):
+    def test_null_byte_in_name(self, tmp_path):
         path = write_zip(tmp_path / "d.zip", {"cat/1.png": png(), "cat/2.png?.exe": png()})
         path.write_bytes(path.read_bytes().replace(b"2.png?.exe", b"2.png\0.exe"))
         with pytest.raises(RatpError, match="a zero byte in the name"):
@@ -438,13 +438,13 @@ class TestArchives:
         assert len(open_tree(path, ArchiveLimits(file_bytes=2**21, total_bytes=2**21 + 1)).files) == 2
 
     @pytest.mark.faults(7, "an archive that would unpack to far more than it is, is refused")
-    def test_a_bomb(self, tmp_path):
+    def test_decompression_bomb(self, tmp_path):
         files = {"cat/1.bmp": bytes(40 * 2**20), "cat/2.bmp": bytes(2**20)}
         path = write_zip(tmp_path / "d.zip", files, zipfile.ZIP_DEFLATED)
         with pytest.raises(RatpError, match=r"1 image\(s\) packed more than 200:1, as only bombs are: 'cat/1.bmp'"):
             open_tree(path)
 
-    def test_a_member_that_holds_more_than_it_declares(self, tmp_path):
+    def test_member_larger_than_declared(self, tmp_path):
         path = write_zip(tmp_path / "d.zip", {"cat/1.bmp": bytes(10**6)}, zipfile.ZIP_DEFLATED)
         data = bytearray(path.read_bytes())
         struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 100)
@@ -454,7 +454,7 @@ class TestArchives:
         with pytest.raises(BadImage, match="damaged in the archive"):
             tree.read(tree.files[0])
 
-    def test_a_damaged_member_is_noticed_by_its_checksum(self, tmp_path):
+    def test_damaged_member_fails_its_checksum(self, tmp_path):
         path = write_zip(tmp_path / "d.zip", FILES)
         data = bytearray(path.read_bytes())
         data[data.index(b"IDAT") + 6] ^= 1
@@ -464,7 +464,7 @@ class TestArchives:
             tree.read(tree.files[0])
         assert tree.read(tree.files[1]) == FILES["cat/1.png"]
 
-    def test_a_truncated_archive_is_one_message(self, tmp_path):
+    def test_truncated_archive_gives_one_message(self, tmp_path):
         whole = write_zip(tmp_path / "d.zip", FILES).read_bytes()
         for length in range(0, len(whole), 61):
             (tmp_path / "cut.zip").write_bytes(whole[:length])
@@ -499,7 +499,7 @@ def test_any_flipped_bit_of_an_archive_is_harmless(workshop, place, bit, packed)
 
 
 class TestIdentity:
-    def test_it_changes_with_the_listing(self, tmp_path):
+    def test_identity_changes_with_the_listing(self, tmp_path):
         write_files(tmp_path, FILES)
         seen = {identity(open_tree(tmp_path))}
 
@@ -527,12 +527,12 @@ class TestIdentity:
         write_files(tmp_path, {"notes.txt": b""})
         assert not changed()
 
-    def test_that_of_an_archive_is_that_of_its_contents(self, tmp_path):
+    def test_identity_of_archive_is_of_its_contents(self, tmp_path):
         one = identity(open_tree(write_zip(tmp_path / "one.zip", FILES)))
         assert identity(open_tree(write_zip(tmp_path / "two.zip", dict(reversed(FILES.items()))))) == one
         assert identity(open_tree(write_zip(tmp_path / "three.zip", {**FILES, "cat/0.png": png(77)}))) != one
 
-    def test_no_image_is_read(self, tmp_path, monkeypatch):
+    def test_identity_reads_no_image(self, tmp_path, monkeypatch):
         write_files(tmp_path / "d", FILES)
         write_zip(tmp_path / "d.zip", FILES)
 

@@ -156,7 +156,7 @@ def run_on_two(path, place="out", **how):
 
 class TestSharing:
     @pytest.mark.slow
-    def test_whoever_is_free_takes_the_next_and_all_is_as_on_one_device(self, gate):
+    def test_free_device_takes_next_run_with_equal_results(self, gate):
         """One run is held until all others have ended: its process makes one, the other all the rest."""
         events = {}
         hold(1)
@@ -194,12 +194,12 @@ class TestSharing:
         assert "5 of 5 runs to execute" in result.err
         assert results("out") == results("undisturbed")
 
-    def test_one_run_alone_is_made_here(self, tmp_path, monkeypatch):
+    def test_single_run_stays_in_this_process(self, tmp_path, monkeypatch):
         monkeypatch.setattr(local, "WorkerLane", None)
         (record,) = run_all([Run(toy_plan(), tmp_path / "run")], devices=[CPU, CPU])
         assert record.matrix.complete
 
-    def test_a_plan_made_by_hand_is_run_here(self, tmp_path):
+    def test_handmade_plan_stays_in_this_process(self, tmp_path):
         runs = [Run(replace(toy_plan(seed=seed), request=None), tmp_path / str(seed)) for seed in (1, 2)]
         reported = set()
         records = run_all(
@@ -232,7 +232,7 @@ class TestSharing:
 class TestTrouble:
     @pytest.mark.slow
     @pytest.mark.faults(1, "of several runs, those whose process is killed go on in another and end with the same bits")
-    def test_a_process_that_is_killed(self, gate):
+    def test_killed_process_is_replaced(self, gate):
         """Its two runs go on in another, and all end as if nothing had been."""
         hold(*SEEDS)
 
@@ -254,7 +254,7 @@ class TestTrouble:
         assert {seed for seed in SEEDS if resumed(ends[seed].path)} == killed
 
     @pytest.mark.slow
-    def test_a_process_that_loses_its_device(self, gate):
+    def test_process_that_loses_its_device(self, gate):
         """The run that met it says why, the next is made by a new process. So are the others."""
         Path("gate.py").write_text(LOST)
         study = read_study(gate, Path("out"), RunRequest(device="cpu"))
@@ -270,7 +270,7 @@ class TestTrouble:
         assert [seed for seed in SEEDS if isinstance(ends[seed], RunRecord)] == [2, 3, 4]
         assert files_of(mine) == {"thesis.txt": b"mine"}
 
-    def test_a_device_whose_processes_die_leaves_the_rest_to_the_others(self, tmp_path, monkeypatch):
+    def test_failing_device_leaves_runs_to_others(self, tmp_path, monkeypatch):
         broken = [torch.device("cuda", 1)]
 
         class Doomed:
@@ -303,7 +303,7 @@ class TestTrouble:
         assert len([result for result in results if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
         assert len(ended) == 6
 
-    def test_a_run_of_a_device_that_fails_last_goes_on_where_another_one_works(self, tmp_path, monkeypatch):
+    def test_run_moves_to_a_working_device(self, tmp_path, monkeypatch):
         """The other has found nothing more to do by then."""
         others = threading.Event()
 
@@ -330,7 +330,7 @@ class TestTrouble:
             results = run_all(runs, devices=[CPU, torch.device("cuda", 1)], at_once=1)
         assert all(isinstance(result, RunRecord) for result in results)
 
-    def test_a_run_that_ends_every_process_is_given_up_and_the_others_are_made(self, tmp_path, monkeypatch):
+    def test_run_that_kills_every_process_is_given_up(self, tmp_path, monkeypatch):
         """Every finished stage allows it as many deaths again."""
 
         class Doomed:
@@ -374,7 +374,7 @@ def start(*words):
 
 @pytest.mark.slow
 class TestInterruption:
-    def test_all_stop_at_a_step_and_go_on(self, gate):
+    def test_all_runs_stop_at_a_step_and_resume(self, gate):
         hold(*SEEDS)
         process = start(gate, "--out", "out")
         try:
@@ -397,7 +397,7 @@ class TestInterruption:
         returns = [len(resumed(file.parent)) for file in Path("out").glob("*/journal.jsonl")]
         assert sorted(returns) == [0, 1, 1, 1, 1]
 
-    def test_nobody_goes_on_when_the_program_is_killed(self, gate):
+    def test_workers_exit_when_the_program_is_killed(self, gate):
         hold(*SEEDS)
         process = start(gate, "--out", "out")
         try:
@@ -424,7 +424,7 @@ def _three_gpus(monkeypatch):
 @pytest.mark.usefixtures("_three_gpus")
 class TestDevices:
     @pytest.mark.parametrize("names", ["cpu", "cuda:1", "abacus", ""])
-    def test_one_is_left_to_its_plan(self, names):
+    def test_single_device_is_left_to_the_plan(self, names):
         assert find_devices(names) == ()
 
     def test_a_list(self):
@@ -453,7 +453,7 @@ class TestDevices:
             ("cuda:0,cuda:1", ["cuda:0 in tf32 and cuda:1 in fp32: choose some of a kind, or --precision fp32."]),
         ],
     )
-    def test_wrong_ones(self, names, expected):
+    def test_invalid_devices(self, names, expected):
         with pytest.raises(ConfigError) as caught:
             find_devices(names)
         assert len(caught.value.problems) == len(expected)
@@ -463,7 +463,7 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("shown", "names"), [(None, "0 2"), ("4,5,7", "4 7"), ("GPU-a, GPU-b, GPU-c", "GPU-a GPU-c")]
     )
-    def test_a_process_sees_its_gpu_alone(self, shown, names, monkeypatch):
+    def test_process_sees_only_its_gpu(self, shown, names, monkeypatch):
         if shown:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         else:
@@ -474,7 +474,7 @@ class TestDevices:
 class TestMistakes:
     @pytest.mark.parametrize("words", [["run", "--seed", "1", "--seed", "2"], ["demo"], ["study", "run", "tiny.toml"]])
     @pytest.mark.parametrize("names", ["cpu,,cpu", "cpu,abacus", "cpu,cuda:99"])
-    def test_are_told_before_anything_starts(self, words, names, gate):
+    def test_mistakes_are_reported_before_start(self, words, names, gate):
         before = traces(Path())
         result = ratp(*words, "--device", names)
         assert (result.code, result.out) == (2, "")
@@ -488,7 +488,7 @@ class TestMistakes:
         assert "error: on a cluster Ray chooses the devices" in result.err
 
 
-def test_steps_are_told_of_now_and_then(monkeypatch):
+def test_steps_are_reported_periodically(monkeypatch):
     """And none is lost: those that were not told of are counted in the next."""
     now = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     monkeypatch.setattr(worker.time, "monotonic", lambda: next(now))

@@ -159,7 +159,7 @@ def all_idle():
 
 @pytest.mark.slow
 class TestResults:
-    def test_are_those_of_this_machine(self, four, cluster, on_workers, tmp_path):
+    def test_results_equal_local_ones(self, four, cluster, on_workers, tmp_path):
         events, ends = {}, []
         study = claim(four.path, tmp_path / "runs")
         on_workers(
@@ -177,7 +177,7 @@ class TestResults:
             assert files_of(entry.folder).keys() == files_of(four.folder / entry.name).keys()
         wait_until(lambda: not list(cluster.glob(f"{WORKPLACE}*")))  # workers tidy up after their last word
 
-    def test_as_the_command_line_tells(self, four, cluster, tmp_path):
+    def test_command_line_reports_progress(self, four, cluster, tmp_path):
         options = ("--out", tmp_path / "runs", "--device", "cpu", "--weights", "none", "--on", "ray", "--jobs", 1)
         done = ratp("study", "run", four.path, *options)
         assert (done.code, done.out.count("finished")) == (0, 1)
@@ -193,7 +193,7 @@ class TestResults:
         on_workers(study, at_once=1, on_event=lambda run, event: seen.append(run.folder.name))
         assert [name for k, name in enumerate(seen) if seen[:k][-1:] != [name]] == [e.name for e in study.entries]
 
-    def test_a_cluster_without_what_it_takes(self, four, on_workers, monkeypatch, tmp_path):
+    def test_cluster_without_required_resources(self, four, on_workers, monkeypatch, tmp_path):
         """One run is sent nevertheless: it may come."""
         monkeypatch.setattr(on_ray, "_needs", lambda run: {"CPU": 1.0, "TPU": 1.0})
         study = claim(four.path, tmp_path / "runs")
@@ -205,7 +205,7 @@ class TestResults:
 
 @pytest.mark.slow
 class TestDeaths:
-    def test_a_run_goes_on_after_its_last_stage(self, frail_method, here, on_workers, monkeypatch, tmp_path):
+    def test_run_resumes_after_its_last_stage(self, frail_method, here, on_workers, monkeypatch, tmp_path):
         """One death is one too many at first; then one is allowed, and every finished stage allows another."""
         path, marks = frail_method
         study = claim(path, tmp_path / "runs")
@@ -227,7 +227,7 @@ class TestDeaths:
         assert_same_results(study, here(path))
         assert [e["finished_stages"] for e in journal_of(entry.folder, "run_resumed")] == [1, 2, 3]
 
-    def test_the_head_is_lost(self, four, on_workers, monkeypatch, tmp_path):
+    def test_lost_head_node(self, four, on_workers, monkeypatch, tmp_path):
         monkeypatch.setattr(on_ray, "_answers", lambda place: False)
         monkeypatch.setattr(on_ray, "LOOK_EVERY", 0.0)
         monkeypatch.setattr(on_ray, "MOST_AWAY", 0.0)
@@ -288,7 +288,7 @@ class TestInterruption:
         assert [*study.states().values()] == ["finished", "interrupted"]
         wait_until(all_idle)
 
-    def test_a_checkpoint_made_here_is_used_there(self, four, on_workers, tmp_path):
+    def test_local_checkpoint_is_used_remotely(self, four, on_workers, tmp_path):
         study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[:1])
         (entry,) = study.entries
@@ -306,7 +306,7 @@ class TestInterruption:
 
 @pytest.mark.slow
 class TestFailures:
-    def test_one_is_noted_and_the_others_finish(self, four, on_workers, tmp_path):
+    def test_failed_run_is_noted_and_others_finish(self, four, on_workers, tmp_path):
         (tmp_path / "wrong.py").write_text(WRONG)
         lost = f'{{ name = "lost", method = "{tmp_path / "wrong.py"}" }}'
         wild = '{ name = "wild", method = "source-only", set = { lr = 1e30 } }'
@@ -323,7 +323,7 @@ class TestFailures:
         assert f"are kept in {wild.folder}" in study.reason(wild, "failed")
         assert len(journal_of(wild.folder, "run_started")) == 1
 
-    def test_folders_that_are_not_the_runs(self, four, cluster, tmp_path):
+    def test_foreign_folders(self, four, cluster, tmp_path):
         plans = [entry.plan for entry in four.entries]
         folders = [tmp_path / name for name in ("thesis", "taken", "another", "hand")]
         for folder in folders[:3]:
@@ -384,7 +384,7 @@ def keep(folder, files):
 
 
 @pytest.mark.slow
-def test_a_folder_can_be_continued_wherever_writing_stopped(four, tmp_path):
+def test_folder_resumes_wherever_writing_stopped(four, tmp_path):
     """Every file of the answers is written by itself, and then somebody goes on there."""
     entry = four.entries[2]
     answers = list(make_run(work_of(entry.plan, "elsewhere"), {}))
@@ -400,7 +400,7 @@ def test_a_folder_can_be_continued_wherever_writing_stopped(four, tmp_path):
     assert {name for _, name in steps} == {BEFORE, *files_of(four.folder / entry.name)}
 
 
-def test_a_folder_that_cannot_be_used_is_its_runs_trouble(tmp_path):
+def test_unusable_folder_only_fails_its_run(tmp_path):
     """Any other error would stop all runs."""
     (tmp_path / LATEST).mkdir()
     with pytest.raises(RunDirectoryError, match=f"cannot write {tmp_path / LATEST}: Is a directory"):
@@ -467,14 +467,14 @@ class TestChecks:
         monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:1")
         assert "clients of Ray" in self.assert_error(tmp_path, "--on", "ray")
 
-    def test_nobody_answers(self, monkeypatch, tmp_path):
+    def test_no_answer_from_cluster(self, monkeypatch, tmp_path):
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         run = Run(tiny_plan(), tmp_path / "run", wait=True)
         with pytest.raises(RatpError, match="no Ray cluster answers at localhost:1"):
             run_all_on_ray([run], address="localhost:1")
         assert not run.folder.exists()
 
-    def test_a_cluster_that_died_is_not_waited_for(self, monkeypatch, tmp_path):
+    def test_dead_cluster_is_not_waited_for(self, monkeypatch, tmp_path):
         """It leaves a file behind that says where it was, and Ray would knock there without end."""
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
@@ -485,7 +485,7 @@ class TestChecks:
         (tmp_path / "ray" / "ray_current_cluster").unlink()
         assert on_ray._found("") == "local"
 
-    def test_no_cluster_where_one_was_asked_for(self, monkeypatch):
+    def test_missing_cluster(self, monkeypatch):
         """Ray looks among all processes of the machine, where other tests may have one."""
         found = Mock(return_value="127.0.0.1:1")
         monkeypatch.setattr(sys.modules["ray._private.services"], "canonicalize_bootstrap_address", found)
@@ -495,7 +495,7 @@ class TestChecks:
         with pytest.raises(RatpError, match=r"no Ray cluster runs here\. Start one"):
             on_ray._found("auto")
 
-    def test_how_many_and_where(self, tmp_path):
+    def test_job_count_and_placement(self, tmp_path):
         run = Run(tiny_plan(), tmp_path / "run", wait=True)
         with pytest.raises(ConfigError, match="at least one run"):
             run_all_on_ray([run], at_once=0)
@@ -503,7 +503,7 @@ class TestChecks:
         with pytest.raises(ConfigError, match="Ray chooses the GPU"):
             run_all_on_ray([run])
 
-    def test_what_a_run_takes(self, tmp_path):
+    def test_resources_per_run(self, tmp_path):
         plan = tiny_plan()
         run = Run(plan, tmp_path, wait=True)
         assert on_ray._needs(run) == {"CPU": 1.0}

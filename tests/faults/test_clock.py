@@ -13,7 +13,7 @@ CENTURY = 100 * 365.25 * 86_400
 
 
 @pytest.mark.faults(1, "a clock that jumps a century forwards and back makes no difference")
-def test_it_jumps(warm, command, undisturbed, tmp_path):
+def test_clock_jumps_change_nothing(warm, command, undisturbed, tmp_path):
     folder = tmp_path / "run"
     killed = warm.run(*command, "--out", folder, clock=CENTURY, within=folder, at=undisturbed.points // 2)
     assert killed.code == -signal.SIGKILL

@@ -25,7 +25,7 @@ def assert_told(ended, folder, words):
 @pytest.mark.faults(3, "a folder that becomes read-only or fails stops the run with its path and the reason")
 @pytest.mark.faults(4, "a full disk stops the run with path and reason; with room again, it goes on to the same bits")
 @pytest.mark.parametrize("kind", WORDS)
-def test_that_fails_at_random_points(warm, command, undisturbed, kind, tmp_path):
+def test_disk_failing_at_random_points(warm, command, undisturbed, kind, tmp_path):
     chance, folder = random.Random(kind), tmp_path / "run"
     for _ in range(5):
         at = chance.randint(1, undisturbed.points // 5)
@@ -38,7 +38,7 @@ def test_that_fails_at_random_points(warm, command, undisturbed, kind, tmp_path)
 
 @pytest.mark.faults(4, "a file that may not grow any more, in the middle of it, is told and never taken for whole")
 @pytest.mark.parametrize("largest", [1_500, 6_000, 20_000, 60_000])
-def test_a_limit_on_files(warm, command, undisturbed, largest, tmp_path):
+def test_file_size_limit(warm, command, undisturbed, largest, tmp_path):
     folder = tmp_path / "run"
     assert_told(warm.run(*command, "--quiet", "--out", folder, largest=largest), folder, "File too large")
     ended = warm.run(*command, "--out", folder)
@@ -63,7 +63,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.faults(4, "a real disk that fills up keeps the last good checkpoint")
-def test_a_real_one_fills_up(warm, command, undisturbed, small_disk):
+def test_real_disk_fills_up(warm, command, undisturbed, small_disk):
     folder, filler = small_disk / "run", small_disk / "filler"
     for room in (2_000, 60_000, 200_000):
         left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
@@ -77,7 +77,7 @@ def test_a_real_one_fills_up(warm, command, undisturbed, small_disk):
 
 
 @pytest.mark.faults(4, "a cache that cannot be written is done without, and a line says so")
-def test_of_the_cache(warm, command, undisturbed, tmp_path):
+def test_full_cache_disk(warm, command, undisturbed, tmp_path):
     words = [word for word in command if word != "--no-reuse-source"]
     cache, folder = tmp_path / "cache", tmp_path / "run"
     env = {"RATP_CACHE": str(cache)}

@@ -33,7 +33,7 @@ def stopped_run(tmp_path):
 
 
 @pytest.mark.faults(20, "what differs from the machine a run began on is told, kept in its journal and in every report")
-def test_it_is_told_kept_and_reported(stopped_run, tmp_path):
+def test_changed_environment_is_recorded_and_reported(stopped_run, tmp_path):
     with pytest.warns(EnvironmentWarning, match=r"began in another environment: .*device cuda → cpu.*torch 2\.0 → "):
         Run(plan(), stopped_run).execute()
     (event,) = journal_of(stopped_run, "run_resumed")
@@ -48,7 +48,7 @@ def test_it_is_told_kept_and_reported(stopped_run, tmp_path):
     assert "seed 2022: continued in another environment: device cuda → cpu" in " ".join(output.out.split())
 
 
-def test_nothing_is_told_where_nothing_changed(tmp_path):
+def test_unchanged_environment_is_not_reported(tmp_path):
     events = Run(plan(), tmp_path / "run").events()
     next(event for event in events if isinstance(event, StageFinished))
     events.close()

@@ -39,7 +39,7 @@ text = st.text(max_size=12)
     weights=st.sampled_from(["none", "auto", "nowhere.safetensors", "."]) | text,
 )
 @example("demo", "ratp", "default", "official", "1", {"network.width": "1e9"}, "cpu", "none")
-def test_any_request(stream, method, order, preset, seed, changes, device, weights):
+def test_any_request_gives_plan_or_mistakes(stream, method, order, preset, seed, changes, device, weights):
     arguments = {"stream": stream, "method": method, "order": order, "preset": preset, "seed": seed, "device": device}
     plan, _ = attempt(lambda: resolve(RunRequest(**arguments, changes=changes, weights=weights)))
     assert plan is None or len(set(plan.order)) == len(plan.order) > 1
@@ -52,7 +52,7 @@ def test_any_request(stream, method, order, preset, seed, changes, device, weigh
         st.tuples(st.floats(0, 1), st.integers(0, 30), st.sampled_from(VALUES) | text), min_size=1, max_size=3
     )
 )
-def test_any_study_file(tmp_path, cuts):
+def test_any_study_file_gives_study_or_mistakes(tmp_path, cuts):
     content = 'title = "Tiny"\n' + grid('methods = ["ratp", "shot"]', "seeds = [1, 2]", "sweep = { lr = [0.1, 0.2] }")
     for place, length, new in cuts:
         at = int(place * len(content))
@@ -87,7 +87,7 @@ def plant(root, tree):
 @pytest.mark.faults(13, "any names of files and folders are read, or named")
 @settings(max_examples=40)
 @given(source=trees, target=trees, on_bad=st.sampled_from(["stop", "skip"]))
-def test_any_folders(tmp_path_factory, source, target, on_bad):
+def test_any_folders_give_stream_or_mistake(tmp_path_factory, source, target, on_bad):
     root = tmp_path_factory.mktemp("trees")
     plant(root / "day", [*source, *(([name], ".png", "image") for name in CLASSES[:2] for _ in range(2))])
     plant(root / "night", target)

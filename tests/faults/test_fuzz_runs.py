@@ -90,7 +90,7 @@ def damaged_copy(folder, tmp_path_factory, name, damage):
 @pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(UNDER_WAY), damage=damages())
-def test_going_on(runs, tmp_path_factory, name, damage):
+def test_resuming_a_damaged_run(runs, tmp_path_factory, name, damage):
     copy = damaged_copy(runs / "under-way", tmp_path_factory, name, damage)
     record, error = attempt(Run(plan(), copy).execute)
     if record is None:
@@ -104,7 +104,7 @@ def test_going_on(runs, tmp_path_factory, name, damage):
 @pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(FINISHED), damage=damages())
-def test_reading(runs, tmp_path_factory, name, damage):
+def test_reading_a_damaged_run(runs, tmp_path_factory, name, damage):
     copy = damaged_copy(runs / "finished", tmp_path_factory, name, damage)
     if name.endswith(".safetensors"):
         with suppress(RatpError):

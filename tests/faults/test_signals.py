@@ -31,7 +31,7 @@ def rarely(command):
 
 @pytest.mark.faults(18, "SIGTERM and Ctrl-C keep the step a run was at, exit with 143 and 130, and say how to go on")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
+def test_stopped_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
     folder = tmp_path / "run"
     process = warm.start(*rarely(command), "--out", folder)
     journal, started = folder / "journal.jsonl", time.monotonic()
@@ -50,7 +50,7 @@ def test_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
 
 
 @pytest.mark.faults(18, "stopped at any moment, while it starts too, a run ends without a traceback and can go on")
-def test_at_any_moment(warm, command, undisturbed, tmp_path):
+def test_stopped_at_any_moment(warm, command, undisturbed, tmp_path):
     chance, folder = random.Random(4), tmp_path / "run"
     for number in (signal.SIGINT, signal.SIGTERM) * 6:
         process = warm.start(*rarely(command), "--out", folder)
@@ -66,7 +66,7 @@ def test_at_any_moment(warm, command, undisturbed, tmp_path):
 
 @pytest.mark.faults(18, "SIGTERM to all processes of a program, as systemd and Slurm send it, stops all runs at a step")
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
-def test_to_the_whole_group(devices, command, tmp_path):
+def test_sigterm_to_the_process_group(devices, command, tmp_path):
     """One by one in processes of their own, and in those of two devices."""
     changed = {"epochs=4": "epochs=100000", "cpu": devices}
     words = [changed.get(word, word) for word in map(str, rarely(command))]
@@ -100,7 +100,7 @@ def wait_for(process, library):
 
 @pytest.mark.faults(18, "stopped while ratp is still being imported, a process ends at once and without a traceback")
 @pytest.mark.parametrize("way", WAYS)
-def test_while_it_is_imported(way, command, tmp_path):
+def test_stopped_while_importing(way, command, tmp_path):
     """Real processes, from the first of torch's libraries on to what comes after all imports."""
     chance, moments = random.Random(way), []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -117,7 +117,7 @@ def test_while_it_is_imported(way, command, tmp_path):
     assert moments[0] in ((-signal.SIGINT, ""), (128 + signal.SIGINT, "")), moments
 
 
-def test_what_runs_in_the_background_is_not_stopped():
+def test_background_process_ignores_ctrl_c():
     """Shells have it ignore Ctrl-C."""
     words = [sys.executable, *WAYS["module"], "methods", "show", "ratp"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -97,7 +97,7 @@ def test_the_title_of_a_study(title, here):
 
 
 @pytest.mark.parametrize("words", [f"\x1b[31mred{ORDERS}", "two\nlines\x1b[A"])
-def test_a_console_gives_names_no_say(words):
+def test_console_ignores_markup_in_names(words):
     file = io.StringIO()
     console = PlainConsole(file=file, width=60, color_system=None)
     table = Table("name")
@@ -109,7 +109,7 @@ def test_a_console_gives_names_no_say(words):
     assert file.getvalue() == printable(file.getvalue())
 
 
-def test_it_still_has_colours_of_its_own():
+def test_console_keeps_its_own_colours():
     file = io.StringIO()
     console = PlainConsole(file=file, force_terminal=True, color_system="standard", width=60)
     console.print("[red]x\x1b[2J[/]")
@@ -117,11 +117,11 @@ def test_it_still_has_colours_of_its_own():
     assert "\x1b[2J" not in file.getvalue()
 
 
-def test_that_is_the_console_of_the_command_line():
+def test_command_line_uses_this_console():
     assert isinstance(stdout(), PlainConsole)
 
 
-def test_a_warning_gives_names_no_say(monkeypatch):
+def test_warning_ignores_markup_in_names(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     print_plainly()
     text = warnings.formatwarning(Note(f"a class is called {ORDERS}"), Note, "file.py", 1)
@@ -138,7 +138,7 @@ OPENED = (
 
 @pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "a/../../outside.png", "C:\\outside.png"])
 @pytest.mark.parametrize("words", OPENED)
-def test_members_that_lead_out(name, words, here):
+def test_members_with_path_traversal(name, words, here):
     pictures = image_files()
     for zip_ in ("in.zip", "in2.zip"):
         write_zip(here / zip_, {**pictures, name: next(iter(pictures.values()))})

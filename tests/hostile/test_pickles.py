@@ -53,7 +53,7 @@ NAMES = ("in.safetensors", "in.pth", "in.pt", "in.bin", "in.ckpt", "in.pkl", "in
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_run(kind, name, here, assert_error, monkeypatch):
+def test_pickle_is_never_run(kind, name, here, assert_error, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # by which users tell torch to trust everything
     (here / name).write_bytes(KINDS[kind](Hostile(here / "was-run")))
     assert_error("import-weights", name, "out.safetensors")
@@ -63,7 +63,7 @@ def test_nothing_is_run(kind, name, here, assert_error, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["weights.safetensors", "samples.safetensors", "state.safetensors"])
-def test_nor_in_a_run(kind, name, here, run):
+def test_pickle_in_a_run_is_never_run(kind, name, here, run):
     (run / name).write_bytes(KINDS[kind](Hostile(here / "was-run")))
     with pytest.raises(RatpError, match=name):
         read_tensors(run / name)
@@ -72,7 +72,7 @@ def test_nor_in_a_run(kind, name, here, run):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["in.npz", "in.mat", "in.h5", "in.zip", "in.gz", "in.pkl"])
-def test_nor_as_data(kind, name, here):
+def test_pickle_as_data_is_never_run(kind, name, here):
     (here / name).write_bytes(KINDS[kind](Hostile(here / "was-run")))
     result = ratp("data", "import", "mnist", name, "--data", "data")
     assert result.code != 0, result
@@ -80,7 +80,7 @@ def test_nor_as_data(kind, name, here):
     assert sorted(os.listdir()) == [name]
 
 
-def test_it_would_have_been_run(here):
+def test_pickle_would_run_if_loaded(here):
     """Or the other tests would prove nothing."""
     pickle.loads(KINDS["a bare pickle"](Hostile(here / "was-run")))
     assert (here / "was-run").exists()

@@ -58,7 +58,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_lies_is_refused(what, here, assert_error):
+def test_lying_header_is_refused(what, here, assert_error):
     (here / "in.safetensors").write_bytes(REFUSED[what])
     assert_error("run", "--weights", "in.safetensors", "--device", "cpu", expected=["in.safetensors"])
     assert_error("import-weights", "in.safetensors", "out.safetensors", expected=["in.safetensors"])
@@ -78,7 +78,7 @@ def test_what_lies_is_refused(what, here, assert_error):
     ],
     ids=["bytes", "nothing of 2^62", "nine thousand", "three thousand axes", "much to say", "a version without end"],
 )
-def test_what_is_none_of_ours_is_refused_by_its_contents(data, here, assert_error):
+def test_foreign_file_is_refused_by_its_contents(data, here, assert_error):
     (here / "in.safetensors").write_bytes(data)
     assert_error("run", "--weights", "in.safetensors", "--device", "cpu", expected=["in.safetensors"])
     assert_error("import-weights", "in.safetensors", "out.safetensors", expected=["in.safetensors"])
@@ -86,7 +86,7 @@ def test_what_is_none_of_ours_is_refused_by_its_contents(data, here, assert_erro
 
 @pytest.mark.filterwarnings("ignore::ratp.networks.weights.PartWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_state_of_no_numbers(value, run):
+def test_non_finite_state(value, run):
     """It was not this run that wrote it, for that one refuses to; its hash is right all the same."""
     tensors, metadata = read_tensors(run / "weights.safetensors")
     spoilt = {name: torch.full_like(tensor, value) for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -110,7 +110,7 @@ def test_a_state_of_no_numbers(value, run):
         {},
     ],
 )
-def test_samples_that_are_no_pictures(tensors, run):
+def test_invalid_samples(tensors, run):
     write_tensors(run / "samples.safetensors", tensors)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -143,7 +143,7 @@ SAID = {"domains": ["ink", "mud", "fog"], "classes": ["north", "south"], "stage"
         ({}, {"schema": 9}),
     ],
 )
-def test_embeddings_that_are_none(tensors, metadata, run):
+def test_invalid_embeddings(tensors, metadata, run):
     for stage in range(3):
         write_tensors(
             run / f"features-{stage}.safetensors", GOOD | tensors, FEATURES.marked(SAID | metadata) | metadata
