@@ -21,7 +21,7 @@ def record(method, changes=None, explicit=None, config=None):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_of_today_stays_what_it_says_it_is(method):
+def test_current_run_keeps_its_label(method):
     for changes in ({}, {"epochs": 3}):
         found = record(method, changes)
         assert with_current_defaults(found).label == found.label
@@ -36,7 +36,7 @@ def test_a_run_of_today_stays_what_it_says_it_is(method):
         ({"lr": 0.5, "eval_bn": "running"}, {"lr": 0.5}, "adacon (lr=0.5, eval_bn=running)"),
     ],
 )
-def test_a_default_that_has_changed_since(changes, explicit, label):
+def test_default_changed_since_the_run(changes, explicit, label):
     found = record("adacon", changes, explicit=explicit)
     assert with_current_defaults(found).label == label
     assert with_current_defaults(found).config == found.config
@@ -57,6 +57,6 @@ def test_a_default_that_has_changed_since(changes, explicit, label):
         {"recipe": [1]},
     ],
 )
-def test_what_is_not_known_here_stays_as_it_is(config):
+def test_unknown_switches_are_kept(config):
     found = record("adacon", explicit={"eval_bn": "batch"}, config=config)
     assert with_current_defaults(found) is found

@@ -63,7 +63,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("where", ["early", "middle", "late"])
 @pytest.mark.parametrize("method", each_method())
-def test_every_method_goes_on_with_the_next_step(method, where, whole, tmp_path):
+def test_every_method_resumes_at_the_next_step(method, where, whole, tmp_path):
     undisturbed, ticks = whole(method)
     after = {"early": 2, "middle": ticks // 2, "late": ticks - 1}[where]
     cut(Run(make_plan(method), tmp_path / "run"), after)
@@ -72,7 +72,7 @@ def test_every_method_goes_on_with_the_next_step(method, where, whole, tmp_path)
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def test_ratp_can_be_stopped_again_and_again(whole, tmp_path):
+def test_ratp_can_be_stopped_repeatedly(whole, tmp_path):
     undisturbed, ticks = whole("ratp")
     for _ in range(ticks - 1):
         cut(Run(make_plan(), tmp_path / "run"), 1)
@@ -80,7 +80,7 @@ def test_ratp_can_be_stopped_again_and_again(whole, tmp_path):
     assert_same(undisturbed, tmp_path / "run")
 
 
-def test_the_journal_is_that_of_an_undisturbed_run_but_for_the_interruption(whole, tmp_path):
+def test_journal_differs_only_by_the_interruption(whole, tmp_path):
     undisturbed, _ = whole("ratp")
     cut(Run(make_plan(), tmp_path / "run"), 10)
     go_on(Run(make_plan(), tmp_path / "run"))
@@ -96,7 +96,7 @@ def test_the_journal_is_that_of_an_undisturbed_run_but_for_the_interruption(whol
 
 
 @pytest.mark.slow
-def test_probes_are_those_of_an_undisturbed_run(tmp_path):
+def test_probes_equal_those_of_an_undisturbed_run(tmp_path):
     Run(make_plan(), tmp_path / "whole", probe=True).execute()
     total = sum(1 for _ in Run(make_plan(), tmp_path / "again", probe=True).events())
     for after in range(3, total, 4):
@@ -125,7 +125,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("damage", ["cut", "bit", "html", "gone", "text"])
     @pytest.mark.faults(2, "a damaged checkpoint is not believed, and the one before it is used")
-    def test_a_damaged_one_is_not_believed_and_the_one_before_is_used(self, damage, stopped, whole):
+    def test_damaged_checkpoint_falls_back_to_previous(self, damage, stopped, whole):
         path = stopped / LATEST
         content = bytearray(path.read_bytes())
         if damage == "gone":
@@ -143,13 +143,13 @@ class TestFiles:
         assert go_on(Run(make_plan(), stopped)) == 2
         assert_same(whole("ratp")[0], stopped)
 
-    def test_with_both_damaged_the_stage_begins_anew(self, stopped, whole):
+    def test_stage_restarts_when_both_are_damaged(self, stopped, whole):
         for name in (LATEST, BEFORE):
             (stopped / name).write_bytes(b"nothing")
         assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
-    def test_one_that_does_not_fit_is_left_and_nothing_of_it_stays(self, stopped, whole):
+    def test_mismatched_checkpoint_is_ignored_completely(self, stopped, whole):
         """Its hash is right, so it was written by somebody who can compute one."""
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
@@ -164,7 +164,7 @@ class TestFiles:
         for folder in (stopped, copy):
             assert_same(whole("ratp")[0], folder)
 
-    def test_one_of_an_earlier_version_is_not_restored(self, stopped, whole):
+    def test_checkpoint_of_earlier_version_is_not_restored(self, stopped, whole):
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
             write_tensors(stopped / name, tensors, about | {"schema": 2})
@@ -174,7 +174,7 @@ class TestFiles:
         assert text == "stage 1 (mud) starts again: its checkpoint does not fit (an earlier version of ratp wrote it)"
         assert_same(whole("ratp")[0], stopped)
 
-    def test_those_of_a_gpu_are_skipped_on_a_machine_without_one(self, stopped, whole, monkeypatch):
+    def test_gpu_checkpoint_is_skipped_without_gpu(self, stopped, whole, monkeypatch):
         """A PyTorch without CUDA raises an error of its own wherever it is asked about GPUs."""
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
@@ -188,7 +188,7 @@ class TestFiles:
         assert_same(whole("ratp")[0], stopped)
 
     @pytest.mark.parametrize("what", ["fingerprint", "stage"])
-    def test_another_run_s_or_stage_s_counts_for_nothing(self, what, stopped, whole):
+    def test_checkpoint_of_other_run_or_stage_is_ignored(self, what, stopped, whole):
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
             about[what] = "x" if what == "fingerprint" else about[what] + 1
@@ -196,14 +196,14 @@ class TestFiles:
         assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
-    def test_killed_between_the_renaming_and_the_writing(self, stopped, whole):
+    def test_killed_between_rename_and_write(self, stopped, whole):
         (stopped / LATEST).replace(stopped / BEFORE)
         assert go_on(Run(make_plan(), stopped)) > 0
         assert_same(whole("ratp")[0], stopped)
 
 
 class TestWhen:
-    def test_by_the_clock(self, tmp_path, monkeypatch):
+    def test_saved_by_elapsed_time(self, tmp_path, monkeypatch):
         now, saved = [0.0], []
         monkeypatch.setattr(midstage.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(midstage.Checkpoints, "save", _counted(midstage.Checkpoints.save, saved))
@@ -212,13 +212,13 @@ class TestWhen:
                 now[0] += 10.0
         assert saved == [(stage, done) for stage in range(3) for done in (3, 6, 9)]
 
-    def test_not_at_all_if_nobody_wants_them(self, tmp_path, whole):
+    def test_never_saved_when_disabled(self, tmp_path, whole):
         cut(Run(make_plan(), tmp_path / "run", save_every=None), 8)
         assert not list((tmp_path / "run").glob("checkpoint*"))
         assert go_on(Run(make_plan(), tmp_path / "run")) == 0
         assert_same(whole("ratp")[0], tmp_path / "run")
 
-    def test_a_disk_that_is_full_does_not_spoil_the_one_before(self, tmp_path, monkeypatch, whole):
+    def test_full_disk_keeps_previous_checkpoint(self, tmp_path, monkeypatch, whole):
         cut(Run(make_plan(), tmp_path / "run"), 8)
 
         def full(*args):

@@ -40,13 +40,13 @@ def load_digits(order="default", **requested):
 
 class TestOrders:
     @pytest.mark.parametrize(("spec", "paper"), [(DIGITS, "Digits"), (PACS, "PACS"), (DOMAINNET10, "DomainNet")])
-    def test_they_are_the_papers(self, spec, paper):
+    def test_orders_are_the_papers(self, spec, paper):
         tables = json.loads(shared("paper/tables.json").read_text())
         main = dict(zip(("default", "reverse"), (table["order"] for table in tables["main"][paper]), strict=False))
         assert {name: list(order) for name, order in spec.orders.items()} == {**main, **tables["domain_orders"][paper]}
 
     @pytest.mark.parametrize("spec", [DIGITS, PACS, DOMAINNET10], ids=lambda spec: spec.name)
-    def test_each_has_all_domains_and_is_found_by_its_name(self, spec):
+    def test_each_order_has_all_domains_and_is_found_by_name(self, spec):
         for name, order in spec.orders.items():
             assert sorted(order) == sorted(spec.domains)
             assert resolve(RunRequest(spec.name, order=name, weights="none")).order == order
@@ -62,13 +62,13 @@ class TestWeights:
         monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: self.decoded.append(path))
         monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
 
-    def test_those_that_cannot_be_had_are_told_before_images_are_decoded(self):
+    def test_unavailable_weights_are_reported_before_decoding(self):
         for name in ("photo", "art_painting", "cartoon", "sketch"):
             write_files(Path("data/pacs", name), image_files())
         assert_error(ratp("run", "pacs", "--out", "run"), "no connection")
         assert not self.decoded and not Path("run").exists()
 
-    def test_but_not_before_images_that_are_not_there(self):
+    def test_missing_images_are_reported_before_weights(self):
         result = ratp("run", "pacs", "--out", "run")
         assert_error(result, "photo, art_painting, cartoon, sketch", "ratp data get pacs")
         assert "no connection" not in result.err
@@ -158,25 +158,25 @@ class TestLoading:
             assert item.domain.images.shape[2:] == (16, 16)
             assert (item.notes, item.origin) == ((), None)
 
-    def test_codes_are_those_domains(self):
+    def test_codes_name_their_domains(self):
         make_benchmark("digits", "folders")
         source, *_, last = load_digits("US>MT", subset=True).fingerprints.items()
         direct = find_stream("digits").load(["MT", "US"], 32, DataOptions())
         assert source == ("US", direct[1].domain.fingerprint())
         assert last == ("MT", direct[0].domain.fingerprint())
 
-    def test_a_zip_is_what_ratp_puts_there_so_it_comes_first(self):
+    def test_zip_takes_precedence(self):
         make_benchmark("digits", "zips")
         write_files(Path("data/mnist"), image_files(("north",)))
         assert load_digits().order[0] == "MT"
 
-    def test_an_order_may_name_some(self):
+    def test_order_can_name_some_domains(self):
         for name in ("mnist", "usps"):
             write_files(Path("data") / name, image_files(TEN))
         stream = load_digits("US>MT", subset=True)
         assert (stream.order, len(stream.source), len(stream.targets[0])) == (("US", "MT"), 20, 30)
 
-    def test_a_class_that_no_image_has(self):
+    def test_class_without_images(self):
         make_benchmark("digits", "folders", classes=TEN[:9])
         stream = load_digits()
         assert stream.classes == TEN
@@ -214,28 +214,28 @@ class TestFolder:
             write_files(Path("elsewhere/digits") / name, image_files(TEN, seed=k))
         return "elsewhere"
 
-    def test_it_is_given(self, elsewhere):
+    def test_folder_is_given(self, elsewhere):
         assert_ok(self.run("--method", "source-only", "--data", elsewhere))
 
-    def test_it_is_in_the_environment(self, elsewhere, monkeypatch):
+    def test_folder_is_in_the_environment(self, elsewhere, monkeypatch):
         monkeypatch.setenv("RATP_DATA", elsewhere)
         assert_ok(self.run("--method", "source-only"))
         assert_error(self.run("--out", "other", "--data", "nowhere"), "not in nowhere", out="other")
 
-    def test_text_will_do_from_python(self, elsewhere):
+    def test_string_path_from_python(self, elsewhere):
         assert load_digits("MT>US", subset=True, data=DataOptions(elsewhere)).order == ("MT", "US")
 
-    def test_nothing_there(self):
+    def test_empty_folder(self):
         message = assert_error(self.run(), "domains mnist, usps of digits are not in data")
         for expected in ("digits/mnist.zip", "--data FOLDER", "RATP_DATA", "ratp data get digits"):
             assert expected in message
 
-    def test_something_missing(self, elsewhere):
+    def test_missing_domain(self, elsewhere):
         message = assert_error(ratp("run", "digits", "--data", elsewhere, "--out", "run", "--device", "cpu"))
         assert "domains mnist_m, svhn, syn of digits are not in" in message
         assert message.count("ratp data get digits") == 1
 
-    def test_images_lie_elsewhere_and_the_run_goes_on(self, elsewhere):
+    def test_moved_images_and_the_run_resumes(self, elsewhere):
         assert_ok(self.run("--method", "source-only", "--data", elsewhere))
         Path(elsewhere).rename("moved")
         assert "complete already" in assert_ok(self.run("--method", "source-only", "--data", "moved")).err
@@ -247,7 +247,7 @@ class TestFolder:
 
 
 class TestRebuilt:
-    def test_it_is_told_wherever_it_could_be_mistaken(self):
+    def test_rebuilt_set_is_labelled_everywhere(self):
         from ratp.data.formats.canonical import origin
 
         make_benchmark("digits", "zips")
@@ -274,7 +274,7 @@ class TestRealImages:
         assert len(tree.files) == (9_298 if name == "usps" else 20_000)
         assert tree.classes == TEN
 
-    def test_a_copy_of_syn_that_was_made_again_is_known(self):
+    def test_rebuilt_syn_is_recognised(self):
         """By the hash of its files, since nothing in it says so."""
         folder = shared("data/digits")
         data = fake_with(folder / "syn.zip")

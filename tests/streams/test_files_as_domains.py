@@ -78,7 +78,7 @@ class TestLabels:
         assert loaded[1].domain.labels.tolist() == [1, 1, 1, 2, 2, 2]
         assert loaded[1].notes == ("farm: no images of ant.",)
 
-    def test_what_is_missing_is_told_before_training(self, zoo):
+    def test_missing_classes_are_reported_before_training(self, zoo):
         write_files(Path("farm"), image_files(("cow",), seed=1))
         result = assert_ok(run_folders(zoo, "farm"))
         assert "note: farm: no images of ant, bee." in result.err
@@ -106,7 +106,7 @@ class TestLabels:
         self.check(loaded[1])
         assert loaded[1].files == ("cow/0.png", "cow/1.png", "cow/2.png")
 
-    def test_not_all_of_them(self, zoo):
+    def test_all_other_classes_cannot_be_left_out(self, zoo):
         (problem,) = problems_of(zoo, write_files(Path("farm"), image_files(("yak",))), extra_classes="drop")
         assert "yak" in problem
 
@@ -119,18 +119,18 @@ class TestLabels:
         write_files(Path("wild"), image_files(flat=True))
         assert_error(run_folders("wild", day), "'wild' has no labels", "one folder per class")
 
-    def test_a_single_folder_in_a_target_is_a_class_and_the_way_out_is_told(self, zoo):
+    def test_single_target_folder_is_a_class_with_advice(self, zoo):
         write_files(Path("wild/all"), image_files(ZOO, flat=True))
         assert_error(run_folders(zoo, "wild"), "'all' (9 images", "--unlabelled wild", "unlabelled = true")
 
-    def test_an_empty_class_folder_is_told(self, day):
+    def test_empty_class_folder_is_reported(self, day):
         for name in ("northwest", ".hidden", "__MACOSX"):
             (day / name).mkdir()
         result = assert_ok(run_folders(day, write_files(Path("night"), image_files(seed=1))))
         assert "note: day: no images in northwest: not a class." in result.err
         assert config_of()["classes"] == sorted(CLASSES)
 
-    def test_a_class_of_one_image_is_trained_on_and_told(self, day):
+    def test_class_of_one_image_is_trained_on_and_reported(self, day):
         write_files(day, {"up/0.png": encode(make_picture(0, 7))})
         source = load(day, write_files(Path("night"), image_files(seed=1)))[0]
         assert "day: a single image of up." in source.notes
@@ -138,7 +138,7 @@ class TestLabels:
         assert stream.classes[int(stream.source.labels.max())] == "west"
         assert stream.classes.index("up") in stream.source.labels
 
-    def test_a_source_of_one_class_has_nothing_to_tell_apart(self):
+    def test_source_of_one_class_is_refused(self):
         write_files(Path("day"), image_files(("north",), count=5))
         write_files(Path("night"), image_files(("north",), seed=1))
         assert_error(run_folders("day", "night"), "'day'", "a single class (north)")
@@ -148,7 +148,7 @@ class TestLabels:
         write_files(Path("night"), image_files(seed=1))
         assert_error(run_folders("day", "night"), "'day' with 8 images", "add images")
 
-    def test_accents_written_in_two_ways_are_one_class(self, day):
+    def test_unicode_forms_of_a_class_are_equal(self, day):
         write_files(day, image_files((unicodedata.normalize("NFC", "übel"),), seed=3))
         write_files(Path("night"), image_files((unicodedata.normalize("NFD", "übel"),), seed=4))
         domain = load(day, Path("night"))[1].domain
@@ -187,7 +187,7 @@ class TestZips:
         assert torch.equal(plain.images, wrapped.images)
         assert torch.equal(plain.labels, packed.labels)
 
-    def test_a_run_goes_on_with_the_zip(self, day):
+    def test_run_resumes_with_the_zip(self, day):
         night = write_files(Path("night"), image_files(seed=1))
         assert_ok(run_folders(day, night))
         write_zip(Path("packed/day.zip"), image_files())
@@ -195,14 +195,14 @@ class TestZips:
 
 
 class TestSharedImages:
-    def test_they_are_told(self, day):
+    def test_shared_images_are_reported(self, day):
         files = image_files(seed=1)
         write_files(Path("night"), {**files, "south/again.png": image_files()["south/1.png"]})
         result = assert_ok(run_folders(day, "night"))
         assert "1 image(s) are in more than one domain" in result.err
         assert "day: south/1.png and night: south/again.png" in result.err
 
-    def test_none_are_not(self, day):
+    def test_no_shared_images_report_nothing(self, day):
         assert load(day, write_files(Path("night"), image_files(seed=1)))[0].notes == ()
 
 
@@ -229,7 +229,7 @@ class TestDamagedFiles:
         )
 
     @pytest.mark.faults(10, "files that are no images stop the run before it begins, each with its name")
-    def test_they_stop_the_run_before_it_begins(self, day, night):
+    def test_damaged_files_stop_the_run_before_it_begins(self, day, night):
         message = assert_error(run_folders(day, night), "night has 5 bad among 17 images", "--on-bad-image skip")
         for name in BAD:
             assert f"south/{name}: " in message
@@ -237,7 +237,7 @@ class TestDamagedFiles:
         assert "stage" not in message
 
     @pytest.mark.faults(10, "those that are skipped on demand are named and counted, never replaced")
-    def test_skipped_ones_are_named_and_counted(self, day, night):
+    def test_skipped_files_are_named_and_counted(self, day, night):
         result = assert_ok(run_folders(day, night, more=("--on-bad-image", "skip")))
         assert "note: night: skipped 5" in result.err
         assert [e["images"] for e in journal_of(Path("run"), "stage_started")] == [8, 12]
@@ -246,7 +246,7 @@ class TestDamagedFiles:
             assert f"south/{name}" in result.err
             assert f"south/{name}" in note
 
-    def test_what_is_left_is_what_a_clean_folder_gives(self, day, night):
+    def test_remaining_images_equal_a_clean_folder(self, day, night):
         clean = load(day, write_files(Path("clean"), image_files(seed=1)))[1].domain
         skipped = load(day, night, on_bad="skip")[1].domain
         assert torch.equal(skipped.images, clean.images)
@@ -259,22 +259,22 @@ class TestDamagedFiles:
         rows = Path("run/predictions-wild.csv").read_text().splitlines()[1:]
         assert [row.split(",")[0] for row in rows] == sorted(files)
 
-    def test_in_the_source(self, night, day):
+    def test_damaged_files_in_the_source(self, night, day):
         assert_error(run_folders(night, day), "domain 'night'", "south/empty.png")
 
-    def test_a_class_with_nothing_but_bad_files(self, day):
+    def test_class_of_only_bad_files(self, day):
         write_files(day, {"up/0.png": b"", "up/1.png": b"x"})
         result = assert_ok(
             run_folders(day, write_files(Path("night"), image_files(seed=1)), more=("--on-bad-image", "skip"))
         )
         assert "day: no images of up, which the model therefore cannot learn." in result.err
 
-    def test_a_domain_with_nothing_but_bad_files(self, day):
+    def test_domain_of_only_bad_files(self, day):
         write_files(Path("night"), {f"south/{name}": data for name, data in BAD.items()})
         assert_error(run_folders(day, "night", more=("--on-bad-image", "skip")), "'night'", "none of them usable")
 
     @pytest.mark.parametrize("value", ["ignore", "", "Skip"])
-    def test_there_are_two_ways_to_deal_with_them(self, day, night, value):
+    def test_unknown_bad_image_option(self, day, night, value):
         assert_error(run_folders(day, night, more=("--on-bad-image", value)), "--on-bad-image", "Valid: skip, stop")
 
 
@@ -308,7 +308,7 @@ class TestUnusualFiles:
         ],
     )
     @pytest.mark.faults(11, "16 bits, CMYK, palettes, alpha, animations and turned pictures are read as they look")
-    def test_they_are_read_as_they_look(self, day, name, make, mode, tolerance):
+    def test_unusual_images_are_read_as_displayed(self, day, name, make, mode, tolerance):
         plain = make_picture(1, 99)
         write_files(Path("night"), {**image_files(seed=1), f"east/{name}": make(plain)})
         item = load(day, Path("night"))[1]
@@ -316,7 +316,7 @@ class TestUnusualFiles:
         assert (seen - shown).abs().max() <= tolerance
         assert (seen.float().mean() - shown.float().mean()).abs() < 5
 
-    def test_one_pixel(self, day):
+    def test_one_pixel_image(self, day):
         write_files(
             Path("night"), {**image_files(seed=1), "east/dot.png": encode(Image.new("RGB", (1, 1), (9, 99, 199)))}
         )
@@ -325,7 +325,7 @@ class TestUnusualFiles:
         assert torch.equal(seen, torch.tensor([9, 99, 199]).view(3, 1, 1).expand(3, 32, 32))
 
     @pytest.mark.faults(11, "pictures too large to be one are refused by their header")
-    def test_more_pixels_than_any_picture_has(self, day):
+    def test_too_many_pixels(self, day):
         """A small file that unpacks to gigabytes."""
         bomb = encode(Image.new("1", (12_000, 12_000)))
         write_files(Path("night"), {**image_files(seed=1), "east/huge.png": bomb})
@@ -338,7 +338,7 @@ class TestNames:
     ANY = ("画像", "naïve ü", "n" * 200, "画" * 80, "a, b;'c\"", "[bold]x", "50%", "-x", "<script>&", "a\nb", "x>y")
 
     @pytest.mark.faults(13, "names in any script, with spaces and of any length, are read and reported as they are")
-    def test_of_domains_classes_and_files(self):
+    def test_names_of_domains_classes_and_files(self):
         source = {
             f"{name}/{name[:180]}{n}.png": d for k, name in enumerate(self.ANY) for n, d in enumerate(quarters(k))
         }
@@ -353,7 +353,7 @@ class TestNames:
         assert sorted(found) == sorted(f"{name[:180]}{n}.png" for name in self.ANY for n in range(3))
         assert result.err.count("Predictions: run/predictions-") == len(self.ANY)
 
-    def test_in_a_report(self):
+    def test_names_in_a_report(self):
         source, *targets = "<script>x", "画像" * 30, "[bold]a, b>c", "a\nb\t%_$"
         write_files(Path(source), image_files((source, "[/]<b>&amp;"), count=5))
         for k, name in enumerate(targets):
@@ -365,7 +365,7 @@ class TestNames:
         assert "<b>&amp;" not in page
         assert "画像" in page
 
-    def test_bytes_that_are_no_text(self):
+    def test_non_text_names(self):
         name = os.fsdecode(b"bad\xff")
         write_files(Path("ok"), image_files())
         try:
@@ -377,7 +377,7 @@ class TestNames:
         (predictions,) = Path("run").glob("predictions-*.csv")
         assert "x\\udcfe.png" in predictions.read_text(encoding="utf-8")
 
-    def test_predictions_of_names_that_look_alike_as_files(self, day):
+    def test_predictions_of_domains_with_similar_file_names(self, day):
         write_files(Path("a b"), image_files(seed=1, flat=True))
         write_files(Path("a_b"), image_files(seed=2, flat=True))
         write_files(Path("A_B"), image_files(seed=3, flat=True, count=2))
@@ -404,7 +404,7 @@ def damage(archive):
 class TestPlaces:
     """What a folder or a zip can be besides a folder or a zip of images."""
 
-    def test_hidden_files_and_clutter_are_no_images(self, day):
+    def test_hidden_files_and_clutter_are_ignored(self, day):
         write_files(
             day,
             {
@@ -418,7 +418,7 @@ class TestPlaces:
         assert_ok(run_folders(day, write_files(Path("night"), image_files(seed=1))))
         assert config_of()["classes"] == sorted(CLASSES)
 
-    def test_files_that_are_not_read_and_may_be_meant_are_told_once(self, day):
+    def test_skipped_files_are_reported_once(self, day):
         meant = {"north/1.heic": b"x", "north/2.HEIC": b"x", "south/camera": encode(make_picture(0, 5), "JPEG")}
         write_files(
             Path("night"), {**image_files(seed=1), **meant, "north/0.txt": b"x", "labels.csv": b"x", "Thumbs.db": b"x"}
@@ -454,7 +454,7 @@ class TestPlaces:
         flat = write_files(Path("flat"), {"0.png": encode(make_picture(0, 5))})
         assert_error(run_folders("a", flat), "looks like several domains")
 
-    def test_folders_within_classes_are_read_with_them_and_told(self, day):
+    def test_nested_folders_are_read_and_reported(self, day):
         for name in ("north", "south"):
             (day / name).rename(day / f"{name}-2024")
             (day / name).mkdir()
@@ -464,7 +464,7 @@ class TestPlaces:
         assert source.notes[0].startswith("day: folders within a class belong to it: 'north/north-2024', 'south/south")
 
     @pytest.mark.parametrize("on_bad", ["stop", "skip"])
-    def test_a_class_that_cannot_be_read_stops_the_run(self, day, monkeypatch, on_bad):
+    def test_unreadable_class_stops_the_run(self, day, monkeypatch, on_bad):
         write_files(Path("night"), image_files(seed=1))
         closed(monkeypatch, "east")
         more = ("--on-bad-image", on_bad)
@@ -473,13 +473,13 @@ class TestPlaces:
         )
 
     @pytest.mark.faults(13, "links that lead in circles end")
-    def test_links_that_lead_in_circles(self, day):
+    def test_link_cycles(self, day):
         write_files(Path("night"), image_files(seed=1))
         Path("night/north/again").symlink_to(Path("night").resolve())
         assert_ok(run_folders(day, "night"))
         assert journal_of(Path("run"), "stage_started")[1]["images"] == 12
 
-    def test_a_link_to_nothing_is_named(self, day):
+    def test_broken_link_is_named(self, day):
         write_files(Path("night"), image_files(seed=1))
         Path("night/north/gone.png").symlink_to("nowhere.png")
         assert_error(run_folders(day, "night"), "north/gone.png", "link to nothing")
@@ -491,7 +491,7 @@ class TestPlaces:
         assert_error(run_folders("a", day), "Too many levels of symbolic links")
 
     @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
-    def test_a_folder_out_of_reach(self, day):
+    def test_unreachable_folder(self, day):
         write_files(Path("night"), image_files(seed=1))
         Path("night/north").chmod(0)
         try:
@@ -499,33 +499,33 @@ class TestPlaces:
         finally:
             Path("night/north").chmod(0o755)
 
-    def test_a_file_that_is_neither(self, day):
+    def test_file_that_is_neither_folder_nor_zip(self, day):
         Path("night.rar").write_bytes(b"Rar!\x1a\x07")
         assert_error(run_folders(day, "night.rar"), "night.rar is neither a folder nor a .zip")
 
     def test_an_image(self, day):
         assert_error(run_folders(day, day / "north" / "0.png"), "neither a folder nor a .zip")
 
-    def test_too_long_a_path(self, day):
+    def test_path_too_long(self, day):
         assert_error(run_folders(day, "x" * 300), "File name too long")
 
     @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"<html></html>"])
-    def test_a_zip_that_is_none(self, day, data):
+    def test_not_a_zip(self, day, data):
         Path("night.zip").write_bytes(data)
         assert_error(run_folders(day, "night.zip"), "night.zip is damaged or not a zip archive")
 
-    def test_half_a_zip(self, day):
+    def test_truncated_zip(self, day):
         whole = write_zip(Path("night.zip"), image_files(seed=1)).read_bytes()
         Path("night.zip").write_bytes(truncate(whole))
         assert_error(run_folders(day, "night.zip"), "night.zip is damaged")
 
     @pytest.mark.parametrize("name", ["../../evil.png", "/etc/evil.png", "north\\..\\evil.png", "C:/evil.png"])
-    def test_a_zip_that_would_reach_outside(self, day, name):
+    def test_zip_with_path_traversal(self, day, name):
         write_zip(Path("night.zip"), {**image_files(seed=1), name: encode(make_picture(0, 1))})
         assert_error(run_folders(day, "night.zip"), "night.zip is refused", "evil.png")
         assert not list(Path().rglob("evil*"))
 
-    def test_a_bomb(self, day):
+    def test_decompression_bomb(self, day):
         write_zip(
             Path("night.zip"),
             {**image_files(seed=1), "north/9.png": bytes(33 * 2**20)},
@@ -534,7 +534,7 @@ class TestPlaces:
         assert_error(run_folders(day, "night.zip"), "as only bombs are: 'north/9.png'")
 
     @pytest.mark.filterwarnings("ignore:Duplicate name")
-    def test_the_same_name_twice_in_a_zip(self, day):
+    def test_duplicate_name_in_a_zip(self, day):
         with zipfile.ZipFile("night.zip", "w") as archive:
             for seed in (1, 2):
                 archive.writestr("north/0.png", encode(make_picture(0, seed)))
@@ -547,7 +547,7 @@ class TestPlaces:
         assert "skipped 1" in result.err
         assert journal_of(Path("run"), "stage_started")[1]["images"] == 11
 
-    def test_the_same_zip_once_it_is_whole(self, day):
+    def test_zip_is_read_once_repaired(self, day):
         """Downloaded again, say: what was left out of the damaged one is there."""
         whole = write_zip(Path("night.zip"), image_files(seed=51)).read_bytes()
         damage(Path("night.zip"))
@@ -556,7 +556,7 @@ class TestPlaces:
         assert_ok(run_folders(day, "night.zip"))
         assert journal_of(Path("run"), "stage_started")[1]["images"] == 12
 
-    def test_nothing_at_all(self, day):
+    def test_no_domains(self, day):
         Path("night/north").mkdir(parents=True)
         write_files(Path("night"), {"north/readme.txt": b"soon"})
         assert_error(run_folders(day, "night"), "night has no images", "north/readme.txt")

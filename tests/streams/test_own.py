@@ -49,7 +49,7 @@ def order():
 
 
 class TestPaths:
-    def test_targets_are_spread_over_words(self):
+    def test_targets_can_be_several_arguments(self):
         assert_ok(run("folders", "--source", "day", "--targets", "night", "rain"))
         assert order() == ["day", "night", "rain"]
 
@@ -62,7 +62,7 @@ class TestPaths:
             ["folders", "--source", "./day/", "--targets", "./night/", "../{here}/rain"],
         ],
     )
-    def test_however_they_are_given(self, words, tmp_path):
+    def test_any_way_of_passing_paths(self, words, tmp_path):
         assert_ok(run(*(word.format(here=tmp_path.name) for word in words)))
         assert order() == ["day", "night", "rain"]
 
@@ -78,10 +78,10 @@ class TestPaths:
             ("", ""),
         ],
     )
-    def test_words_as_the_parser_takes_them(self, words, spread):
+    def test_arguments_are_parsed(self, words, spread):
         assert spread_targets(words.split()) == spread.split()
 
-    def test_an_order_may_be_asked_for(self):
+    def test_order_can_be_requested(self):
         assert_ok(run("folders", "--source", "day", "--targets", "night", "rain", "--order", "day>rain>night"))
         assert order() == ["day", "rain", "night"]
 
@@ -89,7 +89,7 @@ class TestPaths:
         words = ["folders", "--source", "day", "--targets", "night", "rain", "--order", "night>day>rain"]
         assert_error(run(*words), "the order begins with 'night', and the source is 'day'")
 
-    def test_weights_that_cannot_be_had_are_told_before_images_are_decoded(self, monkeypatch):
+    def test_unavailable_weights_are_reported_before_decoding(self, monkeypatch):
         decoded = []
         monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: decoded.append(path))
         monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
@@ -97,7 +97,7 @@ class TestPaths:
         assert (result.code, decoded) == (2, [])
         assert "no connection" in result.err
 
-    def test_but_not_before_folders_that_are_not_there(self, monkeypatch):
+    def test_missing_folders_are_reported_before_weights(self, monkeypatch):
         monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
         result = ratp("run", "folders", "--source", "day", "--out", "run", "--targets", "rian")
         assert result.code == 2 and "rian" in result.err and "no connection" not in result.err
@@ -111,7 +111,7 @@ class TestPaths:
         assert_error(run("folders"), "--source DAY --targets")
 
     @pytest.mark.parametrize("words", [["--source", "day"], ["--targets", "night"]])
-    def test_they_belong_to_no_other_stream(self, words):
+    def test_paths_belong_to_no_other_stream(self, words):
         assert_error(run("demo", *words), "belong to the stream folders", "'demo'")
 
     @pytest.mark.parametrize("again", ["day", "./day", "day/../day", "link"])
@@ -130,17 +130,17 @@ class TestPaths:
             write_files(Path(name), image_files(seed=5 + k))
         assert_error(run_folders("day", "a/yard/night", "b/yard/night"), "'yard/night'", ".toml")
 
-    def test_a_folder_and_its_zip_are_called_the_same(self):
+    def test_folder_and_zip_have_the_same_name(self):
         write_zip(Path("day.zip"), image_files())
         assert_error(run_folders("day", "day.zip"), "two domains would be called", ".toml")
 
-    def test_they_are_called_as_they_are_written(self):
+    def test_names_are_as_written(self):
         """What a link is called, not what it leads to."""
         Path("today").symlink_to("day")
         assert_ok(run("folders", "--source", "today", "--targets", "night"))
         assert order() == ["today", "night"]
 
-    def test_the_folder_one_stands_in(self, tmp_path, monkeypatch):
+    def test_current_folder(self, tmp_path, monkeypatch):
         monkeypatch.chdir("day")
         assert_ok(run("folders", "--source", ".", "--targets", "../night"))
         assert order() == ["day", "night"]
@@ -156,18 +156,18 @@ class TestPaths:
         assert_ok(run("folders", "--source", "day", "--targets", "a, b", "night", "--order", "day > night > a, b"))
         assert order() == ["day", "night", "a, b"]
 
-    def test_text_will_do_from_python(self):
+    def test_string_paths_from_python(self):
         request = RunRequest("folders", source="day", targets=["night", "rain"], weights="none")
         assert resolve(request).order == ("day", "night", "rain")
         assert resolve(RunRequest("folders", source="day", targets="night", weights="none")).order == ("day", "night")
 
-    def test_another_process_can_be_told_of_them(self):
+    def test_paths_can_be_sent_to_another_process(self):
         order, targets = ["day", "rain", "night"], (Path("night"), Path("rain"))
         request = RunRequest("folders", order=order, source=Path("day"), targets=targets, weights="none")
         plan = planned(json.loads(json.dumps(described(resolve(request)))))
         assert (plan.order, plan.request.source, plan.request.targets) == (tuple(order), "day", ("night", "rain"))
 
-    def test_each_request_has_a_folder_of_its_own(self):
+    def test_each_request_has_its_own_folder(self):
         words = ["--method", "source-only", *OPTIONS, "--quiet"]
         for targets in (["night"], ["rain"], ["night", "rain"]):
             assert_ok(ratp("run", "folders", "--source", "day", "--targets", *targets, *words))
@@ -193,7 +193,7 @@ class TestRoot:
     def test_it_needs_an_order(self, yard):
         assert_error(run("yard"), "give the order in which", "--order 'day>night>rain'")
 
-    def test_with_one_it_is_a_stream(self, yard):
+    def test_root_with_order_is_a_stream(self, yard):
         assert_ok(run("./yard/", "--order", "rain>day>night"))
         assert (order(), config_of()["stream"]) == (["rain", "day", "night"], "yard")
 
@@ -209,18 +209,18 @@ class TestRoot:
         Path("one/day").mkdir(parents=True)
         assert_error(run("one"), "one holds 1 folder(s) or zip(s)", "at least one target")
 
-    def test_one_domain_is_no_folder_of_domains(self, yard):
+    def test_one_domain_is_not_a_root(self, yard):
         write_files(yard / "day", {"east/notes.txt": b"x", "empty/.hidden": b""})
         words = ["yard/day looks like one domain", "(east, north, south, west)", "folders --source yard/day --targets"]
         assert_error(run("yard/day", "--order", "east>north"), *words)
         write_files(yard, {"preview.png": image_files()["north/0.png"]})
         assert_error(run("yard"), "give the order in which")
 
-    def test_the_folder_one_stands_in(self, yard, monkeypatch):
+    def test_current_folder(self, yard, monkeypatch):
         monkeypatch.chdir(yard)
         assert from_root(Path()).name == "yard"
 
-    def test_it_can_be_shown(self, yard):
+    def test_root_can_be_shown(self, yard):
         result = assert_ok(ratp("streams", "show", "yard", "--out", "sheet.png"))
         assert all(name in result.out for name in ("rain", "day", "night"))
         assert Path("sheet.png").read_bytes().startswith(b"\x89PNG")
@@ -237,12 +237,12 @@ class TestRoot:
         shown = json.loads(assert_ok(ratp("streams", "show", "yard", "--order", "rain>a", "--json")).out)["domains"]
         assert [d["domain"] for d in shown] == ["rain", "a"]
 
-    def test_what_is_left_out_of_a_sheet_is_told(self, yard):
+    def test_omitted_images_of_a_sheet_are_reported(self, yard):
         write_files(yard, {"rain/cloud/0.png": image_files()["north/0.png"]})
         assert "cloud (1)" in assert_ok(ratp("streams", "show", "yard")).err
 
     @pytest.mark.parametrize("name", ["folders", "x" * 300, "nowhere", "day/north/0.png"])
-    def test_what_is_no_stream(self, name):
+    def test_not_a_stream(self, name):
         assert_error(ratp("streams", "show", name), "folder of domains")
 
 
@@ -267,7 +267,7 @@ def mistakes(text):
 
 
 class TestFile:
-    def test_it_runs(self):
+    def test_stream_file_runs(self):
         toml('name = "garden"\n' + GOOD)
         assert_ok(run("yard.toml"))
         assert (order(), config_of()["stream"]) == (["day", "night"], "garden")
@@ -283,23 +283,23 @@ class TestFile:
             "night",
         ]
 
-    def test_names_are_the_users(self):
+    def test_names_are_those_of_the_user(self):
         toml('order = ["sun", "a > b"]\n[domains]\nsun = "day"\n"a > b" = "night"\n')
         assert_ok(run("yard.toml"))
         assert order() == ["sun", "a > b"]
 
-    def test_domains_may_wait(self):
+    def test_domains_can_be_left_out_of_the_order(self):
         """Named, and not in the order: they need not even exist."""
         toml(GOOD + 'later = "nowhere"\n')
         assert_ok(run("yard.toml"))
         assert order() == ["day", "night"]
 
-    def test_another_order_may_be_asked_for(self):
+    def test_another_order_can_be_requested(self):
         toml(GOOD + 'rain = "rain"\n')
         assert_ok(run("yard.toml", "--order", "rain>day>night"))
         assert order() == ["rain", "day", "night"]
 
-    def test_a_mark_at_its_beginning(self):
+    def test_byte_order_mark(self):
         assert from_file(Path(toml("\ufeff" + GOOD))).name == "yard"
 
     def test_values_of_the_recipe(self):
@@ -327,12 +327,12 @@ class TestFile:
         assert recipe.network.dim == 9
         assert resolve(RunRequest("yard.toml")).changed == {}
 
-    def test_what_is_asked_for_beats_the_file(self):
+    def test_explicit_values_override_the_file(self):
         toml(GOOD + '[recipe]\nnetwork.backbone = "dtn"\nepochs = 9\nsteps = 8\n')
         plan = resolve(RunRequest("yard.toml", changes={"epochs": 2}))
         assert (plan.recipe.epochs, plan.recipe.steps, plan.changed) == (2, 8, {"epochs": 2})
 
-    def test_every_mistake_comes_at_once(self):
+    def test_every_mistake_is_reported(self):
         message = mistakes(
             """
             nmae = "x"
@@ -404,18 +404,18 @@ class TestFile:
         assert len(message.splitlines()) == 2
 
     @pytest.mark.parametrize("data", [b"order = [", b"\xff\xfe\x00", b"a = 1\na = 2", b"PK\x03\x04"])
-    def test_what_is_no_toml(self, data):
+    def test_invalid_toml(self, data):
         Path("yard.toml").write_bytes(data)
         assert_error(run("yard.toml"), "yard.toml is not ")
 
-    def test_a_file_that_is_not_there(self):
+    def test_missing_file(self):
         assert_error(run("yrad.toml"), "yrad.toml", "No such file")
 
-    def test_a_folder_called_like_one(self):
+    def test_folder_with_the_name_of_a_file(self):
         Path("yard.toml").mkdir()
         assert_error(run("yard.toml"), "yard.toml", "Is a directory")
 
-    def test_a_domain_that_is_not_there(self):
+    def test_missing_domain(self):
         toml(GOOD.replace('"night"\n', '"pictures/night"\n'))
         assert_error(run("yard.toml"), "pictures/night does not exist")
 
@@ -435,7 +435,7 @@ class TestFile:
 
 
 class TestRecipe:
-    def test_without_words_it_is_that_of_photographs(self):
+    def test_default_recipe_is_for_photographs(self):
         spec = from_paths(Path("day"), [Path("night")])
         assert (spec.recipe.size, spec.recipe.network.backbone) == (224, "resnet50")
 

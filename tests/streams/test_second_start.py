@@ -50,11 +50,11 @@ class TestUnchanged:
         assert before["weights.safetensors"] == after["weights.safetensors"]
         assert before["config.json"] == after["config.json"]
 
-    def test_another_size_is_decoded_anew(self, reads):
+    def test_another_size_is_decoded_again(self, reads):
         assert_ok(run_folders("day", "night.zip", "wild", out="again", more=("--set", "size=16")))
         assert len(reads) == 36
 
-    def test_what_was_skipped_is_not_tried_again(self, reads):
+    def test_skipped_image_is_not_retried(self, reads):
         write_files(Path("day"), {"north/bad.png": b"x"})
         for out in ("skipping", "again"):
             reads.clear()
@@ -62,7 +62,7 @@ class TestUnchanged:
             assert "north/bad.png" in result.err
         assert reads == []
 
-    def test_nor_does_it_pass_when_it_should_stop(self):
+    def test_skipped_image_still_stops_without_skip(self):
         write_files(Path("day"), {"north/bad.png": b"x"})
         assert_ok(run_folders("day", "wild", out="skipping", more=("--on-bad-image", "skip")))
         result = run_folders("day", "wild", out="stopping")
@@ -80,24 +80,24 @@ class TestChanged:
         return result.err
 
     @pytest.mark.faults(20, "images that changed are refused, with the domain they are of")
-    def test_an_image_of_the_source(self):
+    def test_changed_image_of_the_source(self):
         write_files(Path("day"), {"north/0.png": encode(make_picture(0, 777))})
         assert "Its images have changed since: those of day. Choose another folder" in self.error_of()
 
-    def test_an_image_in_a_zip(self):
+    def test_changed_image_in_a_zip(self):
         write_zip(Path("night.zip"), {**image_files(seed=1), "west/2.png": encode(make_picture(3, 777))})
         assert "those of night." in self.error_of()
 
-    def test_an_image_without_a_label(self):
+    def test_changed_image_without_a_label(self):
         write_files(Path("wild"), {"north-0.png": encode(make_picture(0, 777))})
         assert "those of wild." in self.error_of()
 
-    def test_one_more_in_two_domains(self):
+    def test_added_images_in_two_domains(self):
         write_files(Path("day"), {"north/9.png": encode(make_picture(0, 777))})
         write_files(Path("wild"), {"9.png": encode(make_picture(0, 778))})
         assert "those of day, wild." in self.error_of()
 
-    def test_an_image_under_another_class(self):
+    def test_image_moved_to_another_class(self):
         Path("day/north/0.png").rename("day/south/9.png")
         assert "those of day." in self.error_of()
 
@@ -105,13 +105,13 @@ class TestChanged:
         write_files(Path("labelled/wild"), image_files(seed=2))
         assert "those of wild." in self.error_of("night.zip", "labelled/wild")
 
-    def test_a_touched_file_has_not(self):
+    def test_touched_file_is_unchanged(self):
         for path in Path("day").rglob("*.png"):
             os.utime(path)
         assert "complete already" in assert_ok(run_folders("day", "night.zip", "wild")).err
 
     @pytest.mark.faults(20, "images may move")
-    def test_a_moved_folder_has_not(self):
+    def test_moved_folder_is_unchanged(self):
         Path("elsewhere").mkdir()
         Path("day").rename("elsewhere/day")
         assert "complete already" in assert_ok(run_folders("elsewhere/day", "night.zip", "wild")).err

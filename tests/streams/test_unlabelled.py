@@ -68,13 +68,13 @@ def rows_of(name, run="run"):
 
 
 class TestRun:
-    def test_they_have_no_accuracy(self, here):
+    def test_unlabelled_domains_have_no_accuracy(self, here):
         matrix = json.loads(Path("run/matrix.json").read_text())
         assert matrix["domains"] == ["day", "wild", "night", "sea"]
         for row in matrix["accuracy"]:
             assert [value is None for value in row] == [False, True, False, True]
 
-    def test_and_no_metric(self, here):
+    def test_unlabelled_domains_have_no_metric(self, here):
         metrics = json.loads(Path("run/matrix.json").read_text())["metrics"]
         assert {name: sorted(metric["domains"]) for name, metric in metrics.items()} == {
             "TDG": ["night"],
@@ -84,18 +84,18 @@ class TestRun:
         tda = metrics["TDA"]["domains"]
         assert metrics["TDA"]["average"] == pytest.approx((tda["day"] + tda["night"]) / 2)
 
-    def test_they_are_trained_on_like_any_other(self, here):
+    def test_unlabelled_domains_are_trained_on(self, here):
         stages = {event["domain"]: event for event in journal_of(Path("run"), "stage_started")}
         assert stages["wild"]["steps"] == stages["night"]["steps"] > 0
         assert stages["wild"]["images"] == stages["sea"]["images"] == 12
 
-    def test_nothing_of_them_is_probed(self, here):
+    def test_unlabelled_domains_are_not_probed(self, here):
         assert {event["domain"] for event in journal_of(Path("run"), "probe")} == {"day", "night"}
 
-    def test_it_is_said(self, here):
+    def test_missing_labels_are_reported(self, here):
         assert "note: no labels, so no accuracy: wild, sea" in Path("shown.txt").read_text()
 
-    def test_all_of_them(self, here):
+    def test_all_targets_unlabelled(self, here):
         matrix = json.loads(Path("all/matrix.json").read_text())
         assert [row[1:] for row in matrix["accuracy"]] == [[None, None]] * 3
         assert matrix["metrics"]["TDG"] == {"domains": {}, "average": None}
@@ -111,7 +111,7 @@ class TestRun:
             assert_ok(run_folders("day", target, out=tmp_path / out, method="ratp", more=more))
         assert same_tensors(tensors_of(tmp_path / "labelled", "weights"), tensors_of(tmp_path / "flat", "weights"))
 
-    def test_json_is_json(self, here):
+    def test_json_output_is_valid(self, here):
         words = ("--source", "day", "--targets", "wild", "night", "sea", "--out", "run", "--json")
         result = assert_ok(ratp("run", "folders", *words, *OPTIONS, "--set", "randmix.kernel_sizes=3,5"))
         assert json.loads(result.out)["matrix"]["accuracy"][0][1] is None
@@ -126,13 +126,13 @@ class TestPredictions:
         assert {row["class"] for row in rows} <= set(CLASSES)
         assert all(1 / len(CLASSES) <= float(row["confidence"]) <= 1 for row in rows)
 
-    def test_only_for_those_without_labels(self, here):
+    def test_predictions_only_for_unlabelled_domains(self, here):
         assert sorted(path.name for path in Path("run").glob("*.csv")) == [
             "predictions-sea.csv",
             "predictions-wild.csv",
         ]
 
-    def test_they_are_those_of_the_final_model(self, here):
+    def test_predictions_are_of_the_final_model(self, here):
         request = RunRequest(
             "folders",
             source="day",
@@ -146,10 +146,10 @@ class TestPredictions:
         classes = [run.stream.classes[k] for k in logits.argmax(dim=1).tolist()]
         assert [row["class"] for row in rows_of("wild")] == classes
 
-    def test_the_user_is_told_where_they_are(self, here):
+    def test_path_of_predictions_is_reported(self, here):
         assert "Predictions: run/predictions-wild.csv" in Path("shown.txt").read_text()
 
-    def test_lost_ones_are_written_again(self, mine):
+    def test_lost_predictions_are_rewritten(self, mine):
         before = files_of(Path("all"))
         Path("all/predictions-wild.csv").unlink()
         assert_ok(run_folders("day", *WILD, out="all"))
@@ -164,7 +164,7 @@ class TestPredictions:
 
 
 class TestResume:
-    def test_at_every_stage(self, mine):
+    def test_resume_at_every_stage(self, mine):
         whole = files_of(Path("all"))
         for stages in (1, 2):
             request = RunRequest(
@@ -258,19 +258,19 @@ class TestFoldersThatAreNoClasses:
         assert_ok(run_folders("day", "cam", more=("--unlabelled", name)))
         assert "another run" in run_folders("day", "wild", more=("--unlabelled", "wild")).err
 
-    def test_the_way_out_is_told(self):
+    def test_advice_is_given(self):
         assert_error(run_folders("day", "cam"), "beside and in class folders", "--unlabelled")
         Path("cam/first.png").unlink()
         assert_error(run_folders("day", "cam"), "'2024-01-01' (12 images", "--unlabelled cam")
 
-    def test_a_stream_file_says_it(self):
+    def test_stream_file_can_say_so(self):
         domains = "[domains]\nday = 'day'\ncam = { path = 'cam', unlabelled = true }\nwild = { path = 'wild' }\n"
         Path("yard.toml").write_text(f"order = ['day', 'cam', 'wild']\n{domains}")
         assert_ok(ratp("run", "yard.toml", "--out", "run", "--method", "source-only", *OPTIONS))
         assert len(rows_of("cam")) == 25
         assert len(rows_of("wild")) == 12
 
-    def test_it_counts_only_where_it_changes_something(self):
+    def test_option_matters_only_where_it_changes_something(self):
         """A run on images that have no folders goes on, whether they are called unlabelled or not."""
         assert_ok(run_folders("day", "wild"))
         assert_ok(run_folders("day", "wild", more=("--unlabelled", "wild")))
