@@ -167,7 +167,7 @@ class TestScale:
         assert torch.equal(knn_vote(scarce, grid, labels, 9, 4).as_subclass(torch.Tensor), expected)
         assert scarce.failures
 
-    def test_bad_numbers_do_not_stop_it(self):
+    def test_non_finite_values_are_tolerated(self):
         labels = knn_vote(torch.full((3, 2), torch.nan), torch.randn(5, 2), torch.arange(5), 2, 5)
         assert labels.shape == (3,)
 

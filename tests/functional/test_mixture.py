@@ -127,7 +127,7 @@ def test_two_points_equal_points_and_few_of_many_dimensions_can_be_sampled():
     assert mixture.log_densities(given).isfinite().all()
 
 
-def test_points_that_are_no_numbers_do_not_count():
+def test_non_finite_points_are_ignored():
     given, labels, _ = clusters()
     before = fit_mixture(given, labels, 3, RIDGE)
     spoilt = given.clone()
@@ -143,7 +143,7 @@ def test_points_that_are_no_numbers_do_not_count():
     assert extreme.roots.isfinite().all()
 
 
-def test_it_can_be_kept_and_taken_back():
+def test_state_round_trip():
     given, labels, _ = clusters()
     mixture = fit_mixture(given[labels != 1], labels[labels != 1], 3, RIDGE)
     again = load_mixture(mixture.state(), torch.device("cpu"))

@@ -114,7 +114,7 @@ class TestWhatIsDrawn:
         torch.rand(7)
         assert torch.equal(make()(images, generator(3)), first)
 
-    def test_adain_layers_are_fixed_per_instance_or_drawn_anew(self):
+    def test_adain_layers_are_fixed_or_redrawn(self):
         fixed, redrawn, shape = make(), make(redraw_adain=True), batch().shape
         source = generator(4)
         for draws_differ, randmix in ((False, fixed), (True, redrawn)):
@@ -126,7 +126,7 @@ class TestWhatIsDrawn:
                 assert not torch.equal(a.encoder.weight, b.encoder.weight)
                 assert not torch.equal(a.decoder.weight, b.decoder.weight)
 
-    def test_every_branch_has_layers_of_its_own(self):
+    def test_each_branch_has_its_own_layers(self):
         branches = make(kernel_sizes=(5, 5)).draw(batch().shape, generator()).branches
         assert not torch.equal(branches[0].adain.weight, branches[1].adain.weight)
         assert not torch.equal(branches[0].encoder.weight, branches[1].encoder.weight)

@@ -162,7 +162,7 @@ class TestQueue:
             method.adapt(target)
         assert all_finite(method.state())
 
-    def test_all_may_begin_again_with_every_target(self):
+    def test_state_can_restart_with_every_target(self):
         method, targets = build_method(reset=True)
         method.adapt(targets[0])
         network = snapshot(method.network)
@@ -325,7 +325,7 @@ class TestEdges:
         method.adapt(toy_domain("same", 20, classes=(2,)).unlabelled())
         assert all_finite(method.state())
 
-    def test_a_very_sure_network_gives_numbers(self):
+    def test_very_confident_network_gives_finite_values(self):
         method, (target, _) = build_method()
         with torch.no_grad():
             method.network.prototypes.mul_(1e4)
@@ -339,7 +339,7 @@ class TestEdges:
         with pytest.raises(ConfigError, match="32×40 must be made square"):
             AdaContrast(setting, AdaContrastConfig())
 
-    def test_values_out_of_range_are_told(self):
+    def test_out_of_range_values_are_reported(self):
         with pytest.raises(ConfigError, match=r"momentum must be at most 1, got 1\.5"):
             build_method(trained=False, momentum=1.5)
         with pytest.raises(ConfigError, match=r"blur must be at most 1, got 1\.5"):
@@ -347,7 +347,7 @@ class TestEdges:
 
 
 class TestState:
-    def test_a_stage_after_its_state_was_taken_back(self):
+    def test_stage_after_restoring_state(self):
         straight, targets = build_method()
         for stage in range(2):
             state = {name: tensor.clone() for name, tensor in straight.state().items()}

@@ -186,7 +186,7 @@ def test_with_neither_mixture_nor_memory_nothing_happens():
     assert all(torch.equal(parameters[name], before[name]) for name in parameters)
 
 
-def test_a_source_learnt_not_at_all_gives_no_numbers_that_are_none():
+def test_unlearnt_source_gives_finite_values():
     """All images predicted wrong: no component, and exemplars all the same."""
     method, source, targets = checks.build_method(NAME, epochs=1, steps=1)
     labels = (method.predict(source.images).argmax(dim=1) + 1) % 4

@@ -221,14 +221,14 @@ class TestEdges:
         method.network.train()
         assert torch.equal(method.observe(target.images[:8]), method.observe(target.images[:8]))
 
-    def test_values_out_of_range_are_told_at_once(self):
+    def test_out_of_range_values_are_reported_at_once(self):
         with pytest.raises(ConfigError) as caught:
             build_method(trained=False, teacher=1.5, restore=2.0, flip=1.1)
         assert len(caught.value.problems) == 3
 
 
 class TestState:
-    def test_a_stage_after_its_state_was_taken_back(self):
+    def test_stage_after_restoring_state(self):
         straight, targets = build_method()
         for stage in range(2):
             state = {name: tensor.clone() for name, tensor in straight.state().items()}

@@ -200,7 +200,7 @@ class TestMasks:
         assert slots == [0, 1, 2, 2]
         assert all_finite(method.state())
 
-    def test_all_domains_are_predicted_with_the_latest_unless_told(self):
+    def test_latest_mask_predicts_all_domains_by_default(self):
         method, source, targets = checks.build_method(NAME)
         method.fit_source(source)
         assert torch.equal(method.predict(source.images), method.predict_for_domain(source.images, 0))
@@ -216,7 +216,7 @@ class TestMasks:
         expected = z * domain_masks(method.gate.domains[0]) @ network.prototypes.T
         torch.testing.assert_close(oracle, expected.detach())
 
-    def test_a_run_notes_what_it_would_reach_if_it_were_told_the_domain(self, tmp_path):
+    def test_run_records_accuracy_with_known_domains(self, tmp_path):
         run = Run(toy_plan(NAME), tmp_path / "run")
         ends = run.execute().events("stage_finished")
         names = run.stream.order

@@ -196,7 +196,7 @@ class TestStep:
         stage._learn(batch.images, [batch.images], batch.labels)
         assert same_tensors(stage._generator.state_dict(), before)
 
-    def test_a_generator_learns_what_it_is_told(self):
+    def test_generator_follows_its_objective(self):
         """With one weight alone, its draws come apart, or its images can be brought back."""
         only = {"recognition": 0, "adversary": 0, "generator_lr": 0.01}
         stage = self.started(0, **only, cycle=0)[1].stage

@@ -293,7 +293,7 @@ class TestMemory:
         assert any(rows.all() for rows in white) == apart
         assert any(rows.any() for rows in white) == (joint or apart)
 
-    def test_the_source_is_never_mixed_with_it(self):
+    def test_source_is_never_mixed_with_memory(self):
         method, source, _ = build_method()
         method.fit_source(source)
         method.memory.images = torch.full_like(method.memory.images, 255)
@@ -302,7 +302,7 @@ class TestMemory:
         assert not any((images[:BATCH] == 1).flatten(1).all(dim=1).any() for _, images in seen)
 
     @pytest.mark.parametrize("augmented", [True, False])
-    def test_its_images_get_copies_unless_told_not_to(self, augmented):
+    def test_replayed_images_get_copies_by_default(self, augmented):
         method, (target, _) = build_trained(augment_replay=augmented, r_con=0.0)
         method.memory.images = torch.full_like(method.memory.images, 255)
         phase = start(method, target)
@@ -375,7 +375,7 @@ class TestLabels:
             stored[which] = set(method.memory.labels[method.memory.domains == 1].tolist())
         assert stored == {"last": {1}, "final": {2}}
 
-    def test_a_class_that_does_not_occur_is_no_trouble(self):
+    def test_absent_class_is_tolerated(self):
         domains = [toy_domain("ink"), toy_domain("mud", classes=(0, 2, 3)), toy_domain("fog", classes=(1,))]
         method, targets = build_trained(domains)
         for target in targets:
@@ -383,7 +383,7 @@ class TestLabels:
         assert all_finite(method.state())
         assert 0 <= int(method.memory.labels.min()) <= int(method.memory.labels.max()) < 4
 
-    def test_a_class_the_source_lacks_is_no_trouble(self):
+    def test_class_missing_from_the_source_is_tolerated(self):
         method, targets = build_trained([toy_domain("ink", classes=(0, 1, 2)), toy_domain("mud")])
         method.adapt(targets[0])
         assert all_finite(method.state())

@@ -19,7 +19,7 @@ def build_method(**changes):
     return method, source, [target.unlabelled() for target in targets]
 
 
-def test_targets_leave_it_alone():
+def test_targets_change_nothing():
     method, source, targets = build_method()
     method.fit_source(source)
     before = {name: tensor.clone() for name, tensor in method.state().items()}
@@ -29,7 +29,7 @@ def test_targets_leave_it_alone():
     assert same_tensors(method.state(), before)
 
 
-def test_its_matrix_has_one_row_over_and_over(tmp_path):
+def test_matrix_repeats_one_row(tmp_path):
     run = Run(toy_plan("source-only"), tmp_path / "run")
     events = list(run.events())
     rows = accuracy_of(run.folder)

@@ -111,7 +111,7 @@ def test_a_batch_is_labelled_by_w_and_predicted_after_it_joined():
     torch.testing.assert_close(logits, embedding[8:] @ expected.rows(4).T)
 
 
-def test_supports_are_kept_or_begun_again():
+def test_supports_are_kept_or_reset():
     kept, targets = build_method(supports=0)
     reset, _ = build_method(supports=0, reset=True)
     for method in (kept, reset):
@@ -157,7 +157,7 @@ def test_it_says_it_is_measured_with_running_statistics():
     assert plan.to_json(plan.load_stream())["evaluation_statistics"] == "running"
 
 
-def test_state_goes_there_and_back_before_and_after_a_target():
+def test_state_round_trip_before_and_after_a_target():
     method, (target, _) = build_method(exemplars=True)
     for _ in range(2):
         other, _ = build_method(trained=False, exemplars=True)

@@ -195,7 +195,7 @@ class TestByHand:
         assert torch.equal(phase.predict(target.images), by_hand.predict(target.images))
 
     @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn"])
-    def test_a_stage_after_its_state_was_taken_back(self, name):
+    def test_stage_after_restoring_state(self, name):
         straight, targets = build_method(name)
         straight.adapt(targets[0])
         state = snapshot(straight)

@@ -111,7 +111,7 @@ class TestOneLayer:
 
 
 class TestCheck:
-    def test_what_is_right_passes(self):
+    def test_valid_settings_pass(self):
         for backbone in ("dtn", "resnet50"):
             check_network(NetworkConfig(backbone=backbone))
 
@@ -135,7 +135,7 @@ class TestCheck:
 
 
 class TestInitialisation:
-    def test_it_draws_the_numbers_it_always_drew(self):
+    def test_initial_weights_are_stable(self):
         """Published results depend on them."""
         with Randomness(2022).scope("network"):
             network = Network(NetworkConfig(width=0.1, hidden=16, dim=8), 7)
@@ -201,7 +201,7 @@ class TestDropout:
         assert not torch.equal(outputs[0], outputs[2])
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_it_goes_on_in_the_generator(self):
+    def test_dropout_advances_the_generator(self):
         network = small().train()
         network.use_generator(generator())
         assert not torch.equal(network(make_images()).logits, network(make_images()).logits)
@@ -264,7 +264,7 @@ class TestFrozenCopy:
             assert torch.equal(network(make_images()).logits, copy(make_images()).logits)
         assert not {p.data_ptr() for p in network.parameters()} & {p.data_ptr() for p in copy.parameters()}
 
-    def test_it_is_made_without_building_anew(self, monkeypatch):
+    def test_frozen_copy_does_not_rebuild(self, monkeypatch):
         network = small()
         monkeypatch.setattr("ratp.networks.network.make_backbone", None)
         assert network.frozen_copy().config == network.config

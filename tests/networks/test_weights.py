@@ -58,7 +58,7 @@ class TestLoad:
             assert tensor.dtype == source.state_dict()[name].dtype
             assert torch.equal(tensor, other[name].to(tensor.dtype))
 
-    def test_classifiers_are_ignored_and_said(self):
+    def test_ignored_classifiers_are_reported(self):
         head = {"fc.weight": torch.zeros(10, 4), "classifier.1.bias": torch.zeros(3)}
         assert load_backbone(small(), weights_of(small(1), **head)) == tuple(head)
 
@@ -75,7 +75,7 @@ class TestLoad:
         assert same(network.backbone, target)
         assert set(ignored) == {n for n in network.state_dict() if not n.startswith("backbone.")}
 
-    def test_of_the_weights_of_a_run_it_is_said_which_are_taken(self, tmp_path):
+    def test_weights_taken_from_a_run_are_reported(self, tmp_path):
         path = tmp_path / "weights.safetensors"
         write_tensors(path, Network(NetworkConfig(width=0.05), 10).state_dict())
         taken = r"its feature extractor is used \(\d+ tensors\); the rest \(bottleneck, classifier\) is not"
@@ -100,11 +100,11 @@ class TestMisfits:
         assert "Expected 21 tensors, found 20, 1 missing (4.bias)" in message
 
     @pytest.mark.faults(6, "weights that do not fit are refused: what was expected, what was found, what to do")
-    def test_of_another_shape(self):
+    def test_weights_of_another_shape(self):
         message = error_of(small(), weights_of(small(1), **{"0.weight": torch.zeros(3, 3, 1, 1)}))
         assert "1 of another shape (0.weight: expected 3×3×5×5, found 3×3×1×1)" in message
 
-    def test_of_another_kind(self):
+    def test_weights_of_another_dtype(self):
         message = error_of(small(), weights_of(small(1), **{"0.bias": torch.zeros(3, dtype=torch.int64)}))
         assert "expected 3 torch.float32, found 3 torch.int64" in message
 
@@ -127,11 +127,11 @@ class TestMisfits:
         assert "100 missing" in message
         assert "--weights none" in message
 
-    def test_nothing(self):
+    def test_empty_weights(self):
         assert "found 0" in error_of(small(), Weights("some", "", {}))
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_no_numbers(self, value):
+    def test_non_finite_weights(self, value):
         message = error_of(small(), weights_of(small(1), **{"1.weight": torch.full((3,), value)}))
         assert "NaN or infinities: 1.weight" in message
 
@@ -164,7 +164,7 @@ class TestFile:
             ("a" * 300, "File name too long"),
         ],
     )
-    def test_what_is_not_there(self, requested, expected, tmp_path, monkeypatch):
+    def test_missing_file(self, requested, expected, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError) as caught:
             find_weights(requested, "dtn")
@@ -196,7 +196,7 @@ class TestFile:
             (b"\x80\x02ctorch", "not a safetensors file"),
         ],
     )
-    def test_what_is_no_safetensors_file(self, data, expected, tmp_path):
+    def test_not_a_safetensors_file(self, data, expected, tmp_path):
         path = tmp_path / "file.safetensors"
         path.write_bytes(data)
         with pytest.raises(RatpError) as caught:
@@ -204,7 +204,7 @@ class TestFile:
         assert expected in str(caught.value)
 
     @pytest.mark.faults(6, "truncated weights are refused in a sentence")
-    def test_a_truncated_file(self, tmp_path):
+    def test_truncated_file(self, tmp_path):
         path = tmp_path / "file.safetensors"
         save_file(small().state_dict(), path)
         path.write_bytes(path.read_bytes()[:-10])
@@ -254,7 +254,7 @@ class TestPublished:
         assert torch.equal(backbone.conv1.weight, whole.conv1.weight)
         assert find_weights("imagenet", "resnet18") is weights  # all runs of a study share them
 
-    def test_without_a_connection_the_ways_out(self, cached):
+    def test_offline_error_gives_alternatives(self, cached):
         name = cached(b"", "resnet18-12345678.pth")
         with pytest.raises(RatpError) as caught:
             find_weights("imagenet", "resnet18")

@@ -37,7 +37,7 @@ def picture(path):
         return np.asarray(Image.open(io.BytesIO(archive.read(name)))), name
 
 
-def test_what_is_framed_anew(tmp_path, data):
+def test_reframed_domains(tmp_path, data):
     tool.reframe(data, tmp_path / "out")
     output, given = tmp_path / "out" / "digits", data / "digits"
     middle, name = picture(output / "mnist_m.zip")
@@ -57,7 +57,7 @@ def test_what_is_framed_anew(tmp_path, data):
         assert (output / f"{name}.zip").resolve() == (given / f"{name}.zip").resolve()
 
 
-def test_a_domain_that_is_missing_is_named_and_nothing_written(tmp_path, data):
+def test_missing_domain_is_named_and_nothing_written(tmp_path, data):
     (data / "digits" / "usps.zip").unlink()
     with pytest.raises(RatpError, match="domain usps of digits is not in"):
         tool.reframe(data, tmp_path / "out")

@@ -125,7 +125,7 @@ def card(runs):
         (4, 0, "89.7 shared by all 4 methods "),
     ],
 )
-def test_the_cards_name_the_best_number_and_who_has_it(make_run, equal, worse, expected):
+def test_cards_name_the_best_number_and_its_method(make_run, equal, worse, expected):
     runs = [make_run(method=f"method{i}") for i in range(equal)]
     runs += [make_run(((99.0, 50.0, 30.0),) * 3, method=f"worse{i}") for i in range(worse)]
     assert expected in card(runs)
@@ -231,19 +231,19 @@ def test_result_files_report_like_their_run_directories(golden, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "result" / name).read_bytes()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(golden, tmp_path):
+def test_uncreatable_folder_is_an_error(golden, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(RunDirectoryError, match="cannot create"):
         write_report([golden], tmp_path / "taken" / "report")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_says_so(golden, tmp_path):
+def test_unwritable_file_is_an_error(golden, tmp_path):
     (tmp_path / "index.html").mkdir()
     with pytest.raises(RunDirectoryError, match="cannot write"):
         write_report([golden], tmp_path)
 
 
-def test_no_runs_is_an_error_and_makes_no_folder(tmp_path):
+def test_no_runs_is_an_error_and_creates_no_folder(tmp_path):
     with pytest.raises(RatpError, match="no runs"):
         write_report([], tmp_path / "report")
     assert not (tmp_path / "report").exists()

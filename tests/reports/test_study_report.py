@@ -155,13 +155,13 @@ def print_report(found, width=80):
 
 
 class TestIntervals:
-    def test_they_end_where_accuracies_do(self, tmp_path):
+    def test_intervals_stay_within_accuracies(self, tmp_path):
         runs = [make_entry("ratp", (30, 60, 99), seed=1), make_entry("ratp", (50, 99, 60), seed=2)]
         markdown = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
         (cells,) = lines_of(markdown, "demo: a > b > c, averages").values()
         assert [cell.split("[")[1] for cell in cells[1:]] == ["0.0, 100.0]"] * 3
 
-    def test_they_are_students(self, tmp_path):
+    def test_intervals_are_students_t(self, tmp_path):
         runs = [make_entry("ratp", (tdg, 80, 70), seed=tdg) for tdg in (50, 52, 54)]
         text = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
         half = 4.302653 * 2 / 3**0.5  # the quantile of two degrees of freedom
@@ -173,7 +173,7 @@ class TestIntervals:
             "70.0 [70.0, 70.0]",
         ]
 
-    def test_a_single_seed_has_none_and_is_marked(self, markdown, latex, page):
+    def test_single_seed_has_no_interval_and_is_marked(self, markdown, latex, page):
         row = lines_of(markdown, "demo: a > b > c, averages over domains")["tent"]
         assert row == ["1", "40.0¹", "70.0¹", "50.0¹"]
         assert "¹ from a single seed." in markdown
@@ -243,7 +243,7 @@ class TestOrders:
         assert {label: rank.mean for label, rank in orders.ranks("TDG").items()} == {"ratp": 1, "shot": 2}
         assert [run.seed for run in orders.lines["ratp"][AB].runs] == [1, 2, 3]
 
-    def test_who_has_no_rival_has_no_rank(self):
+    def test_label_without_rival_has_no_rank(self):
         (orders,) = several_orders(study(*TWO_ORDERS[:4], *TWO_ORDERS[-2:]))
         assert orders.ranks("TDG") == {}
 
@@ -255,7 +255,7 @@ class TestOrders:
 
 
 class TestMissing:
-    def test_they_are_named_with_their_number_and_reason(self, markdown, page):
+    def test_missing_runs_are_named_with_count_and_reason(self, markdown, page):
         rows = markdown.split("### Runs that are not finished")[1].split("\n\n")[1].splitlines()[2:]
         cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
         assert cells == [
@@ -283,7 +283,7 @@ class TestMissing:
             next(line for line in text.splitlines() if "all, 2 orders × 1 seed" in line)
         ]
 
-    def test_every_one_is_a_line_of_a_file(self, folder):
+    def test_every_missing_run_is_a_line_of_a_file(self, folder):
         rows = list(csv.DictReader(io.StringIO((folder / "missing.csv").read_text())))
         assert [(r["label"], r["order"], r["seed"], r["state"]) for r in rows][:2] == [
             ("ratp", "c>b>a", "2", "interrupted"),
@@ -291,7 +291,7 @@ class TestMissing:
         ]
         assert len(rows) == 5
 
-    def test_a_study_that_is_finished_says_nothing_of_it(self, tmp_path):
+    def test_finished_study_mentions_no_missing_runs(self, tmp_path):
         text = (write_study(study(make_entry("ratp", (50, 80, 70))), tmp_path).parent / "report.md").read_text()
         assert "1 of 1 runs are finished." in text
         assert "missing" not in text.lower()
@@ -306,7 +306,7 @@ class TestMissing:
 
 
 class TestVariants:
-    def test_every_label_has_a_bar_a_metric(self):
+    def test_one_bar_per_label_and_metric(self):
         rows = (Row(0, "ratp"),)
         runs = [make_entry("ratp", (50 + s, 80, 70), seed=s, rows=rows) for s in (0, 2)]
         runs.append(make_entry("", (40, 60, 50), rows=(Row(0, "without $x$", is_variant=True),)))
@@ -316,7 +316,7 @@ class TestVariants:
         assert {text.get_text() for text in ax.texts} == {"51.0", "80.0", "70.0", "40.0", "60.0", "50.0"}
         assert len(ax.containers) - len(ax.patches) == 3, "error bars where there are several seeds"
 
-    def test_an_oracle_is_called_one(self):
+    def test_oracle_is_labelled(self):
         named_rows = [
             Row(0, name, is_variant=True) for name in ("true labels", "the true labels of all targets at once")
         ]
@@ -329,7 +329,7 @@ class TestVariants:
             "the true labels of all targets at once (knows target labels)",
         ]
 
-    def test_a_panel_an_order_says_what_is_missing(self):
+    def test_panel_per_order_says_what_is_missing(self):
         runs = [make_entry("ratp", (50, 80, 70), order) for order in (AB, BA)]
         runs += [make_entry("x", v, o, rows=(Row(0, "x", is_variant=True),)) for v, o in (((1, 2, 3), AB), (None, BA))]
         first, second = variant_bars(variants(study(*runs))[0]).axes
@@ -341,7 +341,7 @@ class TestVariants:
         ("titles", "expected"),
         [({0: "<b>RandMix</b>"}, "<b>RandMix</b>, demo"), ({}, "Methods and variants of grid 1, demo")],
     )
-    def test_a_chart_is_called_as_its_grid_is(self, tmp_path, titles, expected):
+    def test_chart_is_named_after_its_grid(self, tmp_path, titles, expected):
         runs = [make_entry("ratp", (50, 80, 70)), make_entry("", (40, 60, 50), rows=(Row(0, "x", is_variant=True),))]
         page = Page((write_study(study(*runs, titles=titles), tmp_path).parent / "index.html").read_text())
         assert expected in page.words
@@ -352,7 +352,7 @@ class TestVariants:
 
 class TestSweeps:
     @pytest.mark.parametrize(("titles", "about"), [({0: "How sure", 1: "Another"}, "How sure, "), ({}, "")])
-    def test_figure_and_table_are_called_as_their_grid_is(self, tmp_path, titles, about):
+    def test_figure_and_table_are_named_after_their_grid(self, tmp_path, titles, about):
         runs = make_sweep({0.9: (52, 83, 73), 0.5: (50, 81, 71)})
         page = (write_study(study(*runs, titles=titles), tmp_path).parent / "index.html").read_text()
         assert f"<h3>{about}r_con, demo</h3>" in page
@@ -387,7 +387,7 @@ class TestSweeps:
         (ax,) = sweep_curves(found).axes
         assert list(ax.get_xticks()) == list(range(len(values)))
 
-    def test_the_table_has_a_row_a_value_with_the_default_named(self, tmp_path):
+    def test_table_has_a_row_per_value_and_names_the_default(self, tmp_path):
         runs = make_sweep({0.9: (52, 83, 73), 0.5: (50, 81, 71), 0.7: (51, 83, 75)})
         page = write_study(study(*runs, usual={(0, "r_con"): 0.5}), tmp_path)
         rows = lines_of((page.parent / "report.md").read_text(), "r_con on demo: a > b > c")
@@ -409,13 +409,13 @@ class TestSweeps:
         rows = lines_of((write_study(found, tmp_path).parent / "report.md").read_text(), "labels on demo: a > b > c")
         assert list(rows) == ["t2pl", "true (usual, knows target labels)"]
 
-    def test_a_missing_value_is_called_by_its_value(self):
+    def test_missing_value_is_named(self):
         (ax,) = sweep_curves(sweeps(study(*make_sweep({0.9: (52, 83, 73), 0.5: None})))[0]).axes
         assert [label.get_text() for label in ax.get_xticklabels()] == ["0.5", "0.9"]
 
 
 class TestFiles:
-    def test_all_are_there_and_readable(self, folder):
+    def test_all_files_exist_and_are_readable(self, folder):
         names = {path.name for path in folder.iterdir()}
         texts = {"index.html", "report.md", "report.tex", "metrics.csv", "tables.csv", "missing.csv"}
         figures = ("matrix", "curves", "matrix-2", "curves-2", "variants-2", "sweep-3-k")
@@ -440,7 +440,7 @@ class TestFiles:
         assert "- Mean ± sample standard deviation over seeds. Without ±: from a single seed." in markdown
         assert "Uses target labels" in markdown
 
-    def test_they_hold_the_unfamiliar_period_where_it_was_measured(self, tmp_path):
+    def test_files_hold_the_unfamiliar_period_if_measured(self, tmp_path):
         probe = {"event": "probe", "stage": 1, "domain": "b"}
         probes = tuple({**probe, "progress": at, "accuracy": {"b": 50 + at}} for at in (0, 1))
         run = make_entry("ratp", (50, 80, 70))
@@ -498,7 +498,7 @@ class TestTerminal:
         assert note in print_report(found)
         assert all(note in (tmp_path / name).read_text() for name in ("report.md", "report.tex", page.name))
 
-    def test_it_prints_a_comparison_an_order_then_the_means_over_orders(self):
+    def test_terminal_prints_each_order_then_means_over_orders(self):
         text = print_report(study(*TWO_ORDERS))
         assert text.count("Comparison, averages over domains (%)") == 2
         assert "after a" not in text
@@ -554,7 +554,7 @@ def test_a_study_knows_its_variants_and_the_default_of_what_it_sweeps(file, tmp_
     assert {run.state for run in results.runs} == {"waiting"}
 
 
-def test_the_command_reports_what_is_known_and_refuses_nothing_at_all(file, tmp_path):
+def test_command_reports_known_results_and_refuses_none(file, tmp_path):
     folder, known = tmp_path / "runs", tmp_path / "known"
     refused = ratp("study", "report", file, "--out", folder)
     assert refused.code == 2

@@ -160,7 +160,7 @@ def test_different_orders_never_share_a_table(make_run):
     assert "ratp" not in second
 
 
-def test_comparison_markdown_has_a_row_a_method_with_the_best_in_bold(make_run):
+def test_comparison_markdown_has_a_row_per_method_with_best_in_bold(make_run):
     text = comparison_markdown([make_run(seed=0), make_run(SECOND, seed=1), make_run(FLAT, method="source-only")])
     head, _, ratp, source = text.splitlines()[:4]
     assert cells_of(head) == ["Method", "Seeds", "TDG (%)", "TDA (%)", "FA (%)"]
@@ -299,5 +299,5 @@ def test_readable_names_stay_readable_in_markdown(make_run):
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(float("nan"), "–"), (1.25, "1.2 s"), (125, "2 min 05 s"), (7260, "2 h 01 min")]
 )
-def test_durations_read_as_a_person_would_say_them(seconds, shown):
+def test_durations_are_human_readable(seconds, shown):
     assert duration(seconds) == shown

@@ -50,7 +50,7 @@ class Counting(Phase):
 
 
 class TestLoop:
-    def test_a_tick_a_step_and_a_record_at_the_end(self):
+    def test_one_tick_per_step_and_a_final_record(self):
         phase = Counting()
         *ticks, record = train([phase])
         assert [(t.epoch, t.step, t.epoch_done) for t in ticks] == [(e, s, s == 4) for e in (0, 1) for s in range(1, 5)]
@@ -64,14 +64,14 @@ class TestLoop:
         a = [1.0, 1.5, 2.0, 2.5, 5.0, 5.5, 6.0, 6.5]
         assert found == [{"a": value, "b": 2 * value} for value in a]
 
-    def test_means_once_read_stay(self):
+    def test_means_stay_once_read(self):
         ticks = train([Counting()])
         first = next(ticks)
         assert first.means["a"].item() == 1
         next(ticks)
         assert first.means["a"].item() == 1
 
-    def test_means_of_a_tick_gone_by_are_refused(self):
+    def test_means_of_a_past_tick_are_refused(self):
         ticks = train([Counting()])
         first = next(ticks)
         next(ticks)
@@ -81,7 +81,7 @@ class TestLoop:
     def test_a_step_may_return_nothing(self):
         assert all(dict(t.means) == {} for t in train([Counting(names=())]) if isinstance(t, Tick))
 
-    def test_other_names_than_before_are_refused(self):
+    def test_changed_names_are_refused(self):
         phase = Counting()
         ticks = train([phase])
         next(ticks)
@@ -97,7 +97,7 @@ class TestLoop:
             (None, "scalars by name.*got None"),
         ],
     )
-    def test_what_is_no_scalar_is_refused(self, returned, expected):
+    def test_non_scalars_are_refused(self, returned, expected):
         phase = Counting()
         phase.step = lambda: returned
         with pytest.raises(RatpError, match=expected):
@@ -110,7 +110,7 @@ class TestLoop:
         assert {name: value.item() for name, value in last.items()} == {"a": 1, "b": 2, "c": 1}
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="it can be captured here")
-    def test_without_a_device_it_goes_on_with_a_warning(self):
+    def test_falls_back_with_a_warning_without_device(self):
         phases = [Counting(), Counting()]
         with pytest.warns(CaptureWarning, match="without CUDA graphs: there is no CUDA device") as caught:
             moments = list(train(phases, capture=True))
@@ -125,7 +125,7 @@ class TestLoop:
         assert device.graphs == []
         assert phase.done == 8
 
-    def test_a_phase_left_half_way_gives_its_graph_back(self, monkeypatch):
+    def test_abandoned_phase_releases_its_graph(self, monkeypatch):
         device = FakeDevice(monkeypatch)
         ticks = train([Counting()], capture=True)
         for _ in range(5):
@@ -212,7 +212,7 @@ class FakeGenerator:
 
 
 class TestStepper:
-    def test_every_step_is_made_exactly_once(self, monkeypatch):
+    def test_every_step_runs_exactly_once(self, monkeypatch):
         device, source = FakeDevice(monkeypatch), FakeGenerator()
         calls = []
         with stepper(lambda: calls.append("recorded" if device.recording else "run"), [source, source]) as step:
@@ -253,7 +253,7 @@ class TestStepper:
         assert device.log == ["aside waits for usual", "step on aside", "usual waits for aside"] * 2
 
     @pytest.mark.parametrize(("beside_others", "free", "waits"), [(False, 0.9, 1), (True, 0.9, 0), (True, 0.1, 1)])
-    def test_others_are_waited_for_only_where_memory_is_short(self, monkeypatch, beside_others, free, waits):
+    def test_waits_for_others_only_when_memory_is_short(self, monkeypatch, beside_others, free, waits):
         device = FakeDevice(monkeypatch)
         device.free = free
         with recording_on("mine") if beside_others else nullcontext(), stepper(lambda: None) as step:
@@ -264,7 +264,7 @@ class TestStepper:
         assert device.graphs[0].log == ["begin", "end", "replay", "replay", "reset"]
 
     @pytest.mark.parametrize("ends", [True, False])
-    def test_what_cannot_be_recorded_is_run(self, monkeypatch, ends):
+    def test_uncapturable_step_is_run(self, monkeypatch, ends):
         device, source = FakeDevice(monkeypatch), FakeGenerator("drawn from")
         device.ends = ends
         calls = []
@@ -288,7 +288,7 @@ class TestStepper:
         assert device.default_generators[0].state == "fresh"
         assert [stream.name for stream in device.streams] == ["usual"]
 
-    def test_chance_from_elsewhere_would_be_recorded_too(self, monkeypatch):
+    def test_foreign_generators_would_be_captured_too(self, monkeypatch):
         """A replay would repeat the same numbers for ever."""
         device, calls = FakeDevice(monkeypatch), []
         with pytest.warns(CaptureWarning, match="without CUDA graphs: the steps draw from a generator on cpu"):
@@ -296,7 +296,7 @@ class TestStepper:
         assert [step(5) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
         assert device.graphs == []
 
-    def test_not_to_capture_is_to_call_the_step(self):
+    def test_capture_off_calls_the_step(self):
         calls = []
         with stepper(lambda: calls.append(1), capture=False, bunch=4) as step:
             assert [step(4) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
@@ -324,14 +324,14 @@ class TestThreads:
         assert seen == {k: k.removesuffix(" again") for k in seen}
         assert len(seen) == 9
 
-    def test_all_others_share_one(self, monkeypatch):
+    def test_other_threads_share_one_stream(self, monkeypatch):
         monkeypatch.setattr(capture_module, "_common_stream", lambda device: f"the one of {device}")
         assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
         with recording_on("mine"):
             pass
         assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
 
-    def test_one_records_or_gives_up_a_recording_at_a_time(self, monkeypatch):
+    def test_captures_are_serialised(self, monkeypatch):
         """Replays go on meanwhile."""
         device = FakeDevice(monkeypatch)
         log, recording = [], threading.Event()
@@ -372,7 +372,7 @@ STATIC = [
 class TestObedience:
     """What a step that allows capturing must not do, looked for on the processor."""
 
-    def test_the_watch_sees_it(self):
+    def test_read_back_is_detected(self):
         with ReadBack():
             for wrong in (
                 lambda: torch.ones(()).item(),
@@ -542,7 +542,7 @@ class TestOnGPU:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def test_a_step_that_reads_back_goes_on_by_hand(self, monkeypatch):
+    def test_step_that_reads_back_falls_back_to_eager(self, monkeypatch):
         phase_type = ratp_module.RaTPPhase
         real, ends = phase_type.step, []
 
@@ -566,7 +566,7 @@ class TestOnGPU:
         monkeypatch.setattr(phase_type, "step", real)
         assert_close(both(stages=1))  # and the next phase can be captured
 
-    def test_the_memory_of_a_graph_comes_back(self):
+    def test_graph_memory_is_released(self):
         method, source, _ = on_gpu()
         drive(method.source_phases(source), True)
         torch.cuda.empty_cache()

@@ -74,7 +74,7 @@ def test_copies_matter(method):
 
 
 @COPYING
-def test_an_interrupted_run_goes_on_with_the_same_layers(method, tmp_path):
+def test_interrupted_run_resumes_with_the_same_layers(method, tmp_path):
     plan = toy_plan(method, changes={"augment": True, "r_con": 0.3})
     Run(plan, tmp_path / "whole").execute()
     events = Run(plan, tmp_path / "cut").events()

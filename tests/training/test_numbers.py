@@ -57,7 +57,7 @@ def poison(monkeypatch):
 
 @pytest.mark.faults(14, "numbers lost in single precision: the batch is named, the stages before it are kept")
 @pytest.mark.parametrize("save_every", [None, 0.0])
-def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_path):
+def test_batch_is_named_and_earlier_stages_are_kept(save_every, poison, tmp_path):
     Run(make_plan(), tmp_path / "sound").execute()
     batches = poison()
     with pytest.raises(
@@ -76,7 +76,7 @@ def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_
     ]
 
 
-def test_the_same_command_goes_on_once_the_cause_is_gone(poison, monkeypatch, tmp_path):
+def test_same_command_resumes_once_the_cause_is_fixed(poison, monkeypatch, tmp_path):
     Run(make_plan(), tmp_path / "sound").execute()
     poison()
     with pytest.raises(TrainingError):
@@ -87,7 +87,7 @@ def test_the_same_command_goes_on_once_the_cause_is_gone(poison, monkeypatch, tm
 
 
 @pytest.mark.faults(14, "numbers lost in fewer bits: the stage is tried once more in fp32, and that is noted")
-def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
+def test_stage_is_retried_in_single_precision(poison, tmp_path):
     """On a CPU both precisions compute the same: the run must end as one without the accident."""
     Run(make_plan(), tmp_path / "sound").execute()
     poison(in_precision=("tf32",))
@@ -130,7 +130,7 @@ def spoil(monkeypatch):
     ],
     ids=["statistics", "weights"],
 )
-def test_weights_that_are_no_numbers_are_not_gone_on_with(tensor_of, value, name, save_every, spoil, tmp_path):
+def test_non_finite_weights_stop_the_stage(tensor_of, value, name, save_every, spoil, tmp_path):
     """With losses that are none later, or never: BatchNorm's statistics are not used while it trains."""
     Run(make_plan("source-only"), tmp_path / "sound").execute()
     spoil(tensor_of, value, at_step=SIZES["steps"])  # the last one of an epoch: no loss tells of it
@@ -141,7 +141,7 @@ def test_weights_that_are_no_numbers_are_not_gone_on_with(tensor_of, value, name
     assert (found["epoch"], found["step"], found["lost"]) == (0, SIZES["steps"] - 1, [name])
 
 
-def test_statistics_that_are_lost_within_an_epoch_name_their_batch(spoil, tmp_path):
+def test_non_finite_statistics_name_their_batch(spoil, tmp_path):
     spoil(lambda network: network.bottleneck[1].running_var, torch.inf, at_step=SIZES["steps"] + 2)
     with pytest.warns(NumbersWarning, match="in epoch 1 of stage 0"):
         Run(make_plan("source-only", "tf32"), tmp_path / "run", save_every=None).execute()
@@ -149,7 +149,7 @@ def test_statistics_that_are_lost_within_an_epoch_name_their_batch(spoil, tmp_pa
     assert (found["epoch"], found["step"]) == (1, 1)
 
 
-def test_a_run_that_is_stopped_with_weights_that_are_no_numbers_keeps_none_of_them(spoil, tmp_path):
+def test_non_finite_weights_are_never_saved_on_stop(spoil, tmp_path):
     spoil(lambda network: network.classifier.weight, torch.nan, at_step=1)
     events = Run(make_plan("source-only", "tf32"), tmp_path / "run", save_every=3600).events()
     next(event for event in events if isinstance(event, Trained))
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_with_weights_that_are_no_numbers_keeps_none_of_th
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(poison, tmp_path):
+def test_stopped_retry_resumes_in_single_precision(poison, tmp_path):
     """What is done of the second attempt is neither lost nor finished in fewer bits."""
     Run(make_plan(), tmp_path / "sound").execute()
     poison(in_precision=("tf32",))
@@ -179,7 +179,7 @@ def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(pois
 
 
 @pytest.mark.parametrize(("first", "then"), [("fp32", "tf32"), ("tf32", "fp32")])
-def test_a_run_that_moves_to_a_device_of_another_precision_was_not_tried_before(first, then, tmp_path):
+def test_precision_change_counts_as_first_try(first, then, tmp_path):
     events = Run(make_plan(precision=first), tmp_path / "run", save_every=3600).events()
     next(event for event in events if isinstance(event, Trained) and event.stage == 1)
     events.close()
@@ -188,7 +188,7 @@ def test_a_run_that_moves_to_a_device_of_another_precision_was_not_tried_before(
     assert [event.get("precision") for event in journal_of(tmp_path / "run", "stage_finished")] == [None] * 3
 
 
-def test_a_statistic_of_a_stage_that_is_no_number_is_left_out(tmp_path, monkeypatch):
+def test_non_finite_stage_statistic_is_omitted(tmp_path, monkeypatch):
     """A mean over nothing, say, of a method of one's own."""
     finish = training.SupervisedPhase.finish
     monkeypatch.setattr(training.SupervisedPhase, "finish", lambda self: {**finish(self), "share": float("nan")})
@@ -197,7 +197,7 @@ def test_a_statistic_of_a_stage_that_is_no_number_is_left_out(tmp_path, monkeypa
     assert "share" not in journal_of(tmp_path / "run", "stage_finished")[0]["statistics"]
 
 
-def test_runs_that_begin_meanwhile_leave_single_precision_alone():
+def test_concurrent_runs_keep_single_precision():
     use_precision("tf32")
     with single_precision():
         use_precision("tf32")
@@ -210,7 +210,7 @@ def test_runs_that_begin_meanwhile_leave_single_precision_alone():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_on_a_gpu_too(precision, poison, tmp_path):
+def test_retry_on_gpu(precision, poison, tmp_path):
     poison(in_precision=(precision,))
     plan = replace(make_plan(precision=precision), device=torch.device("cuda"))
     with pytest.warns(NumbersWarning, match="retried in fp32"):
@@ -221,14 +221,14 @@ def test_on_a_gpu_too(precision, poison, tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors_of(tmp_path / "run").values())
 
 
-def test_if_that_fails_too_the_run_stops(poison, tmp_path):
+def test_run_stops_if_the_retry_fails(poison, tmp_path):
     poison()
     with pytest.warns(NumbersWarning), pytest.raises(TrainingError, match="The fp32 retry also failed"):
         Run(make_plan(precision="tf32"), tmp_path / "run").execute()
     assert len(read_json(tmp_path / "run" / "matrix.json")["accuracy"]) == 1
 
 
-def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
+def test_non_finite_values_are_never_saved(poison, tmp_path):
     """Stopped by hand in the epoch it happens in, before anybody looked."""
     batches = poison()
     events = Run(make_plan(), tmp_path / "run", save_every=3600).events()
@@ -241,7 +241,7 @@ def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
 
 
 @pytest.mark.parametrize("method", each_method())
-def test_every_method_says_what_it_draws(method, tmp_path):
+def test_every_method_reports_its_batches(method, tmp_path):
     run = Run(make_plan(method), tmp_path / "run")
     for phase in run.method.source_phases(run.stream.source):
         phase.begin()
@@ -252,7 +252,7 @@ def test_every_method_says_what_it_draws(method, tmp_path):
         assert all(0 <= place < len(run.stream.source) for place in listened.images)
 
 
-def test_places_beyond_the_domain_are_of_the_memory():
+def test_indices_beyond_the_domain_are_replayed():
     with logging_draws() as listened:
         log_draw(torch.tensor([0, 5, 2, 3]), own=3)
         log_draw(torch.tensor([1, 4]), own=2, among=torch.tensor([30, 40]))

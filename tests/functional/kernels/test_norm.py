@@ -138,7 +138,7 @@ def test_bfloat16_is_summed_in_single_precision(device):
         torch.testing.assert_close(t[name], exact[name], rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_not_a_number_is_not_hidden(device):
+def test_non_finite_values_are_not_hidden(device):
     from ratp.functional.kernels.norm import infer
 
     t = tensors((2, 3), device)
