@@ -114,7 +114,7 @@ def part(domain: LabelledDomain | UnlabelledDomain, most: int = IMAGES) -> Label
 
 
 def bad_images(kind: str, case: Case, real: LabelledDomain) -> Tensor:
-    """Images to be refused, made of a real domain or in place of one."""
+    """Bad images, derived from a real domain or in place of one."""
     if kind == "hot":
         return real.images
     if kind.endswith("class"):

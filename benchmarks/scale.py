@@ -129,7 +129,7 @@ def measure_memory(work: Callable[[], object], device: torch.device) -> dict[str
 
 
 def forget_peak() -> None:
-    """Lets the kernel measure this process's peak anew.
+    """Resets the kernel's peak-memory counter of this process.
 
     What is free already goes back to the system first: kept for later use, it would hide as much of what is taken next.
     """

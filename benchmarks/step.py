@@ -44,7 +44,7 @@ def recipe_for(options: argparse.Namespace) -> Recipe:
 
 
 def phase_on(stage: str, options: argparse.Namespace, device: torch.device) -> RaTPPhase:
-    """The phase of a fresh method on random images, its first epoch begun."""
+    """The phase of a fresh method on random images, in its first epoch."""
     classes = tuple(map(str, range(10 if options.backbone == "dtn" else 7)))
     source = torch.Generator(device).manual_seed(0)
     shape = (options.images, 3, options.size, options.size)

@@ -19,7 +19,7 @@ KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 
 
 def make_picture(label: int, seed: int, side: int = 32) -> Image.Image:
-    """Noise with a bright quarter that tells the class."""
+    """Noise with a bright quarter that shows the class."""
     pixels = np.random.default_rng(seed).integers(0, 120, (side, side, 3))
     y, x = (corner * side // 32 for corner in CORNERS[label % 4])
     pixels[y : y + side // 2, x : x + side // 2] += 110
@@ -71,7 +71,7 @@ def run_folders(source: object, *targets: object, out: object = "run", method: s
 
 
 def assert_error(result: Outcome, *expected: str, out: str = "run") -> str:
-    """Checks that a command ended with a message and left no run; returns the message."""
+    """Checks that a command failed with a message and left no run; returns the message."""
     assert (result.code, result.out) == (2, ""), result
     assert "error: " in result.err
     assert "Traceback" not in result.err

@@ -1,4 +1,4 @@
-"""What holds for SHOT and its kin alike, to be asked of each."""
+"""Checks shared by SHOT and related methods."""
 
 from __future__ import annotations
 

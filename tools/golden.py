@@ -26,7 +26,7 @@ SIZES |= {"network.width": 0.1, "network.hidden": 48, "network.dim": 16}
 # A confidence that is reached, for copies of target images; fewer views than would take long.
 OF_METHOD = {"ratp": {"r_con": 0.2}, "cotta": {"views": 2}}
 COPIES = {"augment": True, "r_con": 0.2}
-# Values other than the default, each a case of its own.
+# Non-default values, each its own case.
 SWITCHES = {
     "ratp": "labelling=softmax labelling=shot labelling=bmd labelling=truth alignment=pl alignment=scl alignment=pcl "
     "pca.weight=0 pca.similarity=dot pca.negatives=all pca.form=published augment=false augment_replay=false "
@@ -99,7 +99,7 @@ def run(item: tuple[str, Case]) -> tuple[str, dict[str, str]]:
         try:
             ratp.Run(ratp.resolve(ratp.RunRequest(device="cpu", **case)), folder, reuse_source=False).execute()
             return name, hashes(Path(folder))
-        except Exception as error:  # told as that case's
+        except Exception as error:  # reported for that case
             return name, {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -158,7 +158,7 @@ def record(file: Path) -> int:
 
 
 def check(file: Path, only: list[str]) -> int:
-    """Tells which cases give something else than was recorded; 1 if any does."""
+    """Prints the cases that differ from the record; returns 1 if any does."""
     known, current = json.loads(file.read_text()), cases()
     wanted = only or sorted(known.keys() | current.keys())
     if strange := [name for name in wanted if name not in known.keys() | current.keys()]:

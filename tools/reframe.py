@@ -59,7 +59,7 @@ def reframed(pictures: Pictures, frame: Frame) -> Pictures:
 
 
 def reframe(data: Path, out: Path) -> None:
-    """Writes all domains of digits to another data folder: some framed anew, links to the others."""
+    """Writes all domains of digits to another data folder: some reframed, links to the others."""
     found = find_all(data, "digits", [*FRAMES, *AS_THEY_ARE])
     for name, (recipe, frame) in FRAMES.items():
         pictures = reframed(by_folder(name, Place.at(found[name])), frame)

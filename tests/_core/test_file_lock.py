@@ -74,5 +74,5 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
         assert not lock.keeps_out
     assert [*tmp_path.iterdir()] == []
     models = SourceModels(tmp_path, {})
-    assert models.find({}) is None and models.find({}) is None  # nobody waits
+    assert models.find({}) is None and models.find({}) is None  # no one waits
     assert [*tmp_path.iterdir()] == []

@@ -27,7 +27,7 @@ with exclusive(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the folder until it is told, or made, to end."""
+    """Another process that holds the folder until it is asked or forced to end."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""A change that threads share is made once and undone by the last of them."""
+"""A change shared by threads is applied once and undone by the last of them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def run(complete):
 
 
 def assert_error(*arguments, expected=()):
-    """Runs a command that must be refused as it is meant to be; returns the message."""
+    """Runs a command that must fail cleanly; returns the message."""
     before = files_of_here()
     result = ratp(*arguments)
     assert result.code == 2, result
@@ -122,7 +122,7 @@ class Mine(SourceOnly):
 
 @pytest.mark.parametrize("seeds", [["1"], ["1", "2"]])
 def test_error_in_own_method_shows_its_traceback(seeds):
-    """It is told with the lines of its file, not with ours; of several runs, each has its own."""
+    """The error shows lines of the user's file, not ours; each of several runs reports its own."""
     Path("mine.py").write_text(OWN)
     words = [word for seed in seeds for word in ("--seed", seed)]
     result = ratp(
@@ -330,7 +330,7 @@ class TestReport:
 
     @pytest.mark.parametrize("content", [b"just text\n", b"\x89PNG\r\n\x1a\n\0", b'{"name": "x"}'])
     def test_file_that_is_not_a_result(self, content):
-        """Whatever it is, the user is told what can be reported."""
+        """The message always says what can be reported."""
         with open("notes.txt", "wb") as file:
             file.write(content)
         assert_error("report", "notes.txt", expected=["notes.txt", "run directory"])

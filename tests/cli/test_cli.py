@@ -129,7 +129,7 @@ class TestRun:
 
     @pytest.mark.parametrize("name", ["two words", "画像", "a[/b]c", "[bold]x[/bold]", "%s {x}", "-"])
     def test_any_folder_name_works(self, name, done):
-        """It is printed as it is, whatever it looks like."""
+        """It is printed literally."""
         shutil.copytree(done / "seed-1", name)
         result = ratp("run", *SOURCE_ONLY, "--seed", 1, f"--out={name}")
         assert result.code == 0
@@ -204,7 +204,7 @@ class TestReport:
         assert [run["config"]["seed"] for run in json.loads(folder.out)["runs"]] == [1, 2, 3]
 
     def test_exporting_one_after_another_overwrites_nothing_but_the_same_run(self, done, tmp_path):
-        """Another order, another switch: each has a file of its own, and twice the same only one."""
+        """Another order, another switch: each has its own file, and the same run twice has one."""
         kept = read_run(done / "seed-1")
         reverse = replace(kept.matrix, domains=kept.matrix.domains[::-1])
         others = [
@@ -305,7 +305,7 @@ class TestLists:
         assert all(f"\nstrong.transform.crop_{name} " in shown for name in ("scale_min", "scale_max", "ratio_max"))
 
     def test_no_text_is_lost_in_narrow_terminal(self, monkeypatch):
-        """Where the images are missing, the values are told nevertheless."""
+        """The values are listed even if the images are missing."""
         monkeypatch.setenv("COLUMNS", "80")
         output = ratp("streams", "show", "pacs").out
         for item in switches(find_stream("pacs").recipe):

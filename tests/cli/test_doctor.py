@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 
 
 def run_doctor(*options, code=0):
-    """The findings by what was looked at; of several the last."""
+    """The findings by check; the last of several."""
     result = ratp("doctor", "--json", *options)
     assert (result.code, result.err) == (code, "")
     data = json.loads(result.out)
@@ -141,7 +141,7 @@ class TestData:
         assert found["data"]["ok"]
         assert found["pacs"]["found"] == "2 of 4 domains; missing: art_painting, cartoon"
         assert found["pacs"]["advice"] == "ratp data get pacs"
-        assert found["digits"]["ok"]  # none of them is here: nobody wants them
+        assert found["digits"]["ok"]  # none is present: none is needed
 
     def test_a_damaged_domain(self, here):
         for domain in ("photo", "art_painting", "cartoon", "sketch"):

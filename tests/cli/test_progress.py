@@ -1,4 +1,4 @@
-"""A run shown while it runs: bars on a terminal, plain lines elsewhere, nothing when asked to be quiet."""
+"""Progress of a run: bars on a terminal, plain lines elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 

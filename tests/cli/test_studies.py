@@ -87,7 +87,7 @@ def states(*words):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A study of four runs that was made, with its file beside it, and what the command said."""
+    """A finished study of four runs, its file beside it, and the command's output."""
     folder = tmp_path_factory.mktemp("done")
     path = study_file(folder, FOUR)
     with pytest.MonkeyPatch.context() as patch, no_processes():
@@ -176,7 +176,7 @@ class TestRun:
         assert {run: traces(run) for run in before} == before
 
     def test_failed_run_is_reported(self, study):
-        """It stops no other, is told last, and makes the exit code; quiet or not, who asked must know."""
+        """It stops no other run, is reported last and sets the exit code, with --quiet too."""
         study_file(Path("made"), WILD, FOUR)
         shutil.rmtree(folders("made/runs")[0])
         result = ratp("study", "run", *study, *OPTIONS)
@@ -268,7 +268,7 @@ class TestReport:
         assert is_plain_text(result.out + result.err)
         assert Path("made/runs/report/index.html").exists()
         assert re.search(r"shot.*seed 2", result.out)
-        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report is in nobody's way
+        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report does not interfere
 
     def test_a_comparison_of_its_runs_leaves_it_alone(self, study):
         ratp("study", "report", *study, "-q")
@@ -378,7 +378,7 @@ class TestKnown:
 
 
 def start(*words):
-    """Starts the program in a process of its own, which computes as these tests do."""
+    """Starts the program in a separate process, which computes as these tests do."""
     return subprocess.Popen(
         [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu"],
         stderr=subprocess.PIPE,
@@ -452,7 +452,7 @@ class TestInterruption:
         assert [len(journal_of(run, "run_resumed")) for run in folders("out")].count(1) == 1
 
     def test_ctrl_c(self, gate):
-        """With runs in processes of their own, as is usual: all stop, and the user is told how to go on."""
+        """With runs in separate processes, the default: all stop, and the message says how to resume."""
         process = start(gate, "--out", "out", "--jobs", "2")
         try:
             wait_for("waiting-*", 2, process)
@@ -553,7 +553,7 @@ class TestTerminal:
 
 
 def assert_error(*words, expected=()):
-    """Runs a command that must be refused as it is meant to be; returns its lines."""
+    """Runs a command that must fail cleanly; returns its lines."""
     before = traces(Path())
     result = ratp("study", *words)
     assert (result.code, result.out) == (2, ""), result
@@ -655,7 +655,7 @@ class TestMistakes:
 
 
 class TestImages:
-    """Results are of the images they were made from."""
+    """Results belong to the images they were computed from."""
 
     YARD = (
         '[[grid]]\nstream = "yard"\norders = ["ink>mud"]\nmethods = ["source-only"]\nseeds = [1, 2]\n'

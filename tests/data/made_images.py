@@ -58,7 +58,7 @@ def raw_png(width: int, height: int, depth: int, colour: int, rows: bytes | None
 
 
 def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Has the system keep folders of a name from being read, whoever runs the tests."""
+    """Makes folders of a name unreadable, even if root runs the tests."""
     scandir = os.scandir
 
     def refusing(path):

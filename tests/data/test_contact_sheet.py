@@ -115,7 +115,7 @@ def test_mistakes_are_named(tmp_path):
 
 
 class TestWhatIsThere:
-    """``ratp streams show`` writes over sheets of its own, and over nothing else."""
+    """``ratp streams show`` overwrites its own sheets and nothing else."""
 
     @pytest.fixture(autouse=True)
     def _here(self, tmp_path, monkeypatch):

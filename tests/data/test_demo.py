@@ -83,7 +83,7 @@ def test_images_match_their_scan_ids(domains):
     for k in range(0, 1797, 29):
         assert np.corrcoef(back[k], data.data[scans[k]])[0, 1] > 0.9
     # Where there is no ink, the photograph is untouched; full ink shows its negative. Laying the ink on again
-    # makes the negative positive: the image gets smoother. A wrong scan would leave edges of its own.
+    # makes the negative positive: the image gets smoother. A wrong scan would leave extra edges.
     by_scan = torch.empty_like(ink)
     by_scan[torch.from_numpy(scans)] = ink
     photo = domains["photo"].images.float()

@@ -263,7 +263,7 @@ class TestProcesses:
         assert caught.value.errno == errno.ENOSPC
 
     def test_process_survives_failed_write(self, troubled):
-        """Whichever batch comes first to a full disk, all of them are told of it."""
+        """Whichever batch hits the full disk first, all of them fail."""
         files = [troubled.read(file) for file in troubled.files if file.name.startswith("cat/")][:1] * 3
         with open("/dev/full", "wb") as full, parallel._Worker((8, 8), full.fileno()) as worker:
             for _ in range(3):

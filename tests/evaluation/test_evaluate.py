@@ -16,7 +16,7 @@ every_method = pytest.mark.parametrize("method", each_method())
 
 
 class Oracle:
-    """Answers what it was told to."""
+    """Returns preset answers."""
 
     def __init__(self, answers):
         self.answers = answers

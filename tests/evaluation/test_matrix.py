@@ -220,6 +220,6 @@ class TestRefusals:
             Matrix(("S", "A"), accuracy)
 
     def test_duplicate_domain_names(self):
-        """By name they could not be told apart, and the averages would lose one of them."""
+        """Equal names would be indistinguishable, and the averages would lose one of them."""
         with pytest.raises(RatpError):
             Matrix(("S", "A", "A"))

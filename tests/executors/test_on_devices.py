@@ -60,7 +60,7 @@ class Gate(SHOT):
         return super().target_phases(domain)
 """
 
-# The same, of which one finds that its device is gone.
+# The same, but one loses its device.
 LOST = (
     f"""
 import ratp.executors.worker
@@ -75,7 +75,7 @@ import ratp.executors.worker
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A study of five runs, made on one device, one after the other."""
+    """A study of five runs on one device, one after the other."""
     folder = tmp_path_factory.mktemp("gate")
     for seed, name in enumerate(("ink", "mud", "fog")):
         write_files(folder / "pictures" / name, image_files(count=4, seed=seed))
@@ -118,7 +118,7 @@ def let_go():
 
 
 def makers():
-    """Who makes, or made, which run: the process of every seed."""
+    """The process that runs, or ran, each seed."""
     return {int(mark.name.split("-")[1]): int(mark.name.split("-")[2]) for mark in Path().glob("made-*")}
 
 
@@ -141,7 +141,7 @@ def alive(pids):
 
 
 def run_on_two(path, place="out", **how):
-    """Makes a study on two devices, or goes on with it; tells what became of its runs, by seed."""
+    """Runs or resumes a study on two devices; returns the results by seed."""
     study = read_study(path, Path(place), RunRequest(device="cpu"))
     study.claim()
     ends, on_end = {}, how.pop("on_end", lambda ends: None)
@@ -255,7 +255,7 @@ class TestTrouble:
 
     @pytest.mark.slow
     def test_process_that_loses_its_device(self, gate):
-        """The run that met it says why, the next is made by a new process. So are the others."""
+        """The affected run reports why; a new process runs the next one and the others."""
         Path("gate.py").write_text(LOST)
         study = read_study(gate, Path("out"), RunRequest(device="cpu"))
         study.claim()
@@ -363,7 +363,7 @@ class TestTrouble:
 
 
 def start(*words):
-    """Starts the program in a process of its own, which computes as these tests do."""
+    """Starts the program in a separate process, which computes as these tests do."""
     return subprocess.Popen(
         [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu,cpu", "--jobs", "2"],
         stderr=subprocess.PIPE,
@@ -489,7 +489,7 @@ class TestMistakes:
 
 
 def test_steps_are_reported_periodically(monkeypatch):
-    """And none is lost: those that were not told of are counted in the next."""
+    """No step is lost: unreported ones are counted in the next report."""
     now = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     monkeypatch.setattr(worker.time, "monotonic", lambda: next(now))
     pace = worker._Pace()
@@ -540,7 +540,7 @@ class TestOnGPU:
 
     @pytest.mark.filterwarnings("ignore:the process of")
     def test_a_gpu_that_fails(self, gate):
-        """All runs of its process do, too, and one says why; the others are made."""
+        """All runs of its process fail too, and one says why; the others finish."""
         Path("gate.py").write_text(BREAKS)
         result = ratp("study", "run", gate, "--out", "out", "--device", "cuda:0,cuda:0", "--jobs", "1")
         assert result.code == 2

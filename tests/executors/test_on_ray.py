@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: as here, whatever happens to its workers."""
+"""Runs on a Ray cluster equal local runs, whatever happens to its workers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def here(_own_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, here):
-    """A study of four runs, as it is made here."""
+    """A study of four runs, run locally."""
     return here(study_file(tmp_path_factory.mktemp("four"), GRID, name="four.toml"))
 
 
@@ -263,7 +263,7 @@ class TestInterruption:
         assert any(journal_of(entry.folder, "run_resumed") for entry in interrupted)
 
     def test_sigterm(self, cluster, tmp_path):
-        """Ray has a handler of its own, with words of its own."""
+        """Ray has its own handler with its own message."""
         endless = '[[grid.variant]]\nname = "endless"\nmethod = "ratp"\nset = { epochs = 100000 }\n'
         path = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1]") + endless)
         place = ray.get_runtime_context().gcs_address
@@ -411,7 +411,7 @@ def test_unusable_folder_only_fails_its_run(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_are_sent_too(four, tmp_path):
-    """And whoever goes on begins with the latest."""
+    """Resuming starts from the latest."""
     entry, sent = four.entries[0], []
     for answer in make_run(work_of(entry.plan, "elsewhere", save_every=0.0), {}):
         keep(tmp_path / "run", answer["files"])

@@ -200,14 +200,14 @@ class TestProcesses:
         assert len(killed) == len(notes) == 2
         assert all(isinstance(result, RunRecord) for result in results)
 
-    @pytest.mark.parametrize("request", [b"", b'{"request": {"str', b"{}]\n"])
-    def test_dead_client_is_not_waited_for(self, request):
+    @pytest.mark.parametrize("sent", [b"", b'{"request": {"str', b"{}]\n"])
+    def test_dead_client_is_not_waited_for(self, sent):
         """A request may be cut short."""
         ours, theirs = socket.socketpair()
         server = threading.Thread(target=answer, args=(theirs, None), daemon=True)
         server.start()
         with ours:
-            ours.sendall(request)
+            ours.sendall(sent)
         server.join(10)
         assert not server.is_alive()
 
@@ -298,7 +298,7 @@ class TestControlC:
             assert_same_result(tmp_path / str(seed), tmp_path / f"alone-{seed}")
 
     def test_workers_exit_when_the_program_is_killed(self, plan_of, pictures, tmp_path):
-        """The processes notice that nobody listens, and end by themselves."""
+        """The processes notice that the listener is gone and exit."""
         command = [sys.executable, "-m", "ratp", "run", pictures, "--order", "ink>mud>fog", "--device", "cpu", "-q"]
         command += ["--seed", "1", "--seed", "2", "--jobs", "2", "--out", tmp_path / "out", "--set", "size=32"]
         command += ["--set", "network.backbone=dtn", "--set", "epochs=100000", "--set", "network.width=0.05"]

@@ -1,4 +1,4 @@
-"""Processes to disturb, and what they come to when nobody does."""
+"""Processes to disturb, and their undisturbed results."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A disk that is full, too small or gone: one line that says so, nothing lost, and the same command goes on."""
+"""A full, too small or missing disk gives a one-line error, loses nothing, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_file_size_limit(warm, command, undisturbed, largest, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of its own, with little room."""
+    """A separate small disk."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]

@@ -21,7 +21,7 @@ def plan():
 
 @pytest.fixture
 def stopped_run(tmp_path):
-    """A run that was stopped after its first stage, which it made on a GPU with an older torch, as it says."""
+    """A run stopped after its first stage, which its record says ran on a GPU with an older torch."""
     events = Run(plan(), tmp_path / "run").events()
     next(event for event in events if isinstance(event, StageFinished))
     events.close()
@@ -39,7 +39,7 @@ def test_changed_environment_is_recorded_and_reported(stopped_run, tmp_path):
     (event,) = journal_of(stopped_run, "run_resumed")
     assert event["environment"]["device"] == ["cuda", "cpu"]
     assert event["environment"].keys() == {"device", "device_name", "torch"}
-    assert read_json(stopped_run / "environment.json")["device"] == "cuda"  # what it began with
+    assert read_json(stopped_run / "environment.json")["device"] == "cuda"  # the device it started with
     read_run(stopped_run).export(tmp_path / "result.json")
     for path in (stopped_run, tmp_path / "result.json"):
         (move,) = read_run(path).moves

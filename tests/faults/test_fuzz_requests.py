@@ -1,4 +1,4 @@
-"""Whatever is asked for, and whatever lies in a folder: a plan or a stream comes of it, or a sentence."""
+"""Any request and any folder gives a plan or a stream, or a readable error."""
 
 from __future__ import annotations
 

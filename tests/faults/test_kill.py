@@ -1,4 +1,4 @@
-"""Whatever is killed goes on with the same command, and ends with the bits of an undisturbed run."""
+"""A killed process resumes with the same command and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_stopped_at_any_moment(warm, command, undisturbed, tmp_path):
         time.sleep(undisturbed.seconds * chance.uniform(0.0, 0.3))
         process.kill(number)
         ended = process.wait()
-        assert ended.code in (128 + number, -number, 0), ended  # before anything was begun, the system ends it
+        assert ended.code in (128 + number, -number, 0), ended  # before it started, the system ends it
         assert "Traceback" not in ended.err, ended
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
@@ -91,7 +91,7 @@ def test_sigterm_to_the_process_group(devices, command, tmp_path):
 
 
 def wait_for(process, library):
-    """Waits until a process has begun to load a library: Python itself has started by then."""
+    """Waits until a process starts to load a library: Python itself is running by then."""
     maps, started = Path(f"/proc/{process.pid}/maps"), time.monotonic()
     while library not in maps.read_text():
         assert process.poll() is None and time.monotonic() - started < DEADLINE

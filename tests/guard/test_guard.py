@@ -420,7 +420,7 @@ class TestPlan:
 
 @pytest.fixture(scope="module")
 def guarded_run(tmp_path_factory):
-    """A run in which a stage was undone, and what was said meanwhile."""
+    """A run with a rolled-back stage, and its output."""
     folder, output = tmp_path_factory.mktemp("guarded") / "run", io.StringIO()
     plan = make_plan(domains=("ink", bad_domain("noise"), "fog"), changes={})
     follow(Run(plan, folder), Console(file=output, width=400), quiet=False)

@@ -35,7 +35,7 @@ def is_harmless(text: str) -> bool:
 
 @pytest.fixture
 def assert_error(here):
-    """Runs a command that must be refused; returns what it said."""
+    """Runs a command that must fail; returns its message."""
     around = here.parent
 
     def run_it(*arguments, expected=()):

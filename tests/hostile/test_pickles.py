@@ -1,4 +1,4 @@
-"""Pickles that run something when they are read: whatever they are called, nothing of them is run."""
+"""Pickles that would run code when read: under any file name, none of it runs."""
 
 from __future__ import annotations
 

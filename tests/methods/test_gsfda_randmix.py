@@ -19,7 +19,7 @@ RANDMIX = {"augment": True, "randmix.kernel_sizes": "3,5", "r_con": 0.25}  # of 
 
 
 def start_target(**changes):
-    """A method after the source, and the first target's phase under way."""
+    """A method trained on the source, in the phase of the first target."""
     method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])

@@ -33,7 +33,7 @@ def parameters(module):
 
 
 def start_source(**changes):
-    """A method on its source, and the phase about to make its first step."""
+    """A method on its source, and its phase before the first step."""
     method, source, _ = build_method(**changes)
     (phase,) = method.source_phases(source)
     phase.begin()

@@ -121,7 +121,7 @@ class TestPool:
 
 class TestStep:
     def started(self, which=0, **changes):
-        """A phase of the source about to make its first step."""
+        """A phase of the source before its first step."""
         method, source, _ = build_method(**FEW, **changes)
         phases = method.source_phases(source)
         run_out(phases[:which])

@@ -37,7 +37,7 @@ def build_trained(domains=None, **changes):
 
 
 def start(method, domain):
-    """The phase on a domain, its first epoch begun."""
+    """The phase on a domain, in its first epoch."""
     phases = method.source_phases(domain) if hasattr(domain, "labels") else method.target_phases(domain)
     (phase,) = phases
     phase.begin()
@@ -458,7 +458,7 @@ class TestLearning:
         assert not torch.equal(*firsts)
 
     def test_a_stage_starts_from_its_own_chance(self):
-        """Whatever was drawn before it: only network, old network and memory carry over."""
+        """Only network, old network and memory carry over, not the random state."""
         method, (target, _) = build_trained()
         fresh, _, _ = build_method()
         fresh.load_state(copy.deepcopy(method.state()))
@@ -489,7 +489,7 @@ def other_values():
             values = (not item.value,)
         elif item.kind.startswith("one of "):
             values = tuple(v for v in item.kind.removeprefix("one of ").split(", ") if v != str(item.value))
-            values = tuple(v for v in values if (item.name, v) != ("labelling", "truth"))  # needs to be told
+            values = tuple(v for v in values if (item.name, v) != ("labelling", "truth"))  # needs labels
         else:
             values = numbers[item.name]
         yield from ((item.name, value) for value in values)

@@ -28,7 +28,7 @@ def test_it_knows_the_steps_of_an_epoch(name, monkeypatch):
     more = {"decay": 1} if name == "l2d" else {}  # its own steps of the rate would come on top
     method, source, targets = build_method(name, **{"sgd.schedule": "per-step", "steps": STEPS, "epochs": 2, **more})
     method.fit_source(source)
-    if name != "oracle":  # which is told labels
+    if name != "oracle":  # which gets the labels
         method.adapt(targets[0])
     assert schedules
     assert set(schedules) == {STEPS}

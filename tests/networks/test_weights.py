@@ -82,9 +82,9 @@ class TestLoad:
         with pytest.warns(PartWarning, match=taken) as warned:
             find_weights(str(path), "dtn")
         assert len(warned) == 1
-        find_weights(str(path), "dtn")  # and said once
+        find_weights(str(path), "dtn")  # and reported once
         write_tensors(path, small().state_dict())
-        find_weights(str(path), "dtn")  # a backbone alone is taken as a whole
+        find_weights(str(path), "dtn")  # a lone backbone is used as a whole
 
     def test_loading_draws_no_random_numbers(self):
         target, weights = small(2), weights_of(small(1))

@@ -1,4 +1,4 @@
-"""Embeddings after every stage: kept if asked for, and drawn."""
+"""Embeddings after every stage: kept on request, and plotted."""
 
 from __future__ import annotations
 

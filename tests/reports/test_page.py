@@ -68,7 +68,7 @@ def full(run_in, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(full, tmp_path_factory):
-    """The page of a full report, and what the console was told."""
+    """The page of a full report, and the console output."""
     output = io.StringIO()
     folder = tmp_path_factory.mktemp("reports") / "a" / "report"
     page = write_report(full, folder, Console(file=output, width=200))
@@ -152,7 +152,7 @@ def test_page_shows_every_setting_of_every_run(page, full):
 
 
 def test_only_what_differs_between_runs_is_open(page):
-    """The rest, pages of it, is neither in the way nor printed unless it is asked for."""
+    """The rest is collapsed and not printed by default."""
     assert ["open" in details for details in page.of("details")] == [False, False, True, False]
 
 

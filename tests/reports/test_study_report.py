@@ -516,7 +516,7 @@ class TestTerminal:
 
 
 def labels_of(*runs):
-    """What each is called once all are told apart."""
+    """Names that distinguish all of them."""
     return [
         [row.label for row in rows] for rows in distinct_labels([(run.rows, run.stream, run.settings) for run in runs])
     ]

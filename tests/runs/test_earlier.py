@@ -39,7 +39,7 @@ def plan(count=4, method="shot", **how):
 
 
 def go_on(folder, after, run_plan=None, **how):
-    """Goes on from an earlier run; returns the stages that are made."""
+    """Continues from an earlier run; returns the stages that run."""
     with pytest.warns(ContinuedWarning, match=r"TDG of .* is over the stages from"):
         events = list(Run(run_plan or plan(), folder, after=after, **how).events())
     return [event.stage for event in events if isinstance(event, StageStarted)]
@@ -207,7 +207,7 @@ class TestReport:
 class TestStopped:
     @pytest.mark.parametrize("gone", [False, True])
     def test_same_call_resumes(self, gone, early, runs, tmp_path):
-        """Without the earlier run, too: what it left has been taken over."""
+        """Works without the earlier run too: its state was copied."""
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=2)
         if gone:
             shutil.rmtree(early)

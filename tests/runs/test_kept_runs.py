@@ -23,7 +23,7 @@ from ratp.runs.states import CHECKPOINT_LATEST as LATEST
 KEPT = Path(__file__).parents[1] / "fixtures" / "runs"
 FORMS = sorted(path.name for path in KEPT.iterdir() if path.is_dir() and path.name != "__pycache__")
 BARE = ("run", KEPT / "marks.toml", "--method", "shot", "--seed", "1", "--device", "cpu", "--weights", "none")
-# What was usual for SHOT when they were made.
+# Defaults of SHOT when they were recorded.
 THEN = {"lr": 0.01, "sgd.momentum": 0.9, "sgd.weight_decay": 0.001, "sgd.schedule": "per-step", "sgd.nesterov": True}
 OPTIONS = [word for name, value in THEN.items() for word in ("--set", f"{name}={value}")]
 COMMAND = (*BARE, *OPTIONS)

@@ -36,7 +36,7 @@ def cut(run, after):
 
 
 def go_on(run):
-    """Makes the rest; returns how many steps of the first stage had been made before."""
+    """Runs the rest; returns how many steps of the first stage had already run."""
     started = [event for event in run.events() if isinstance(event, StageStarted)]
     return started[0].done
 
@@ -49,7 +49,7 @@ def assert_same(folder, other):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Undisturbed runs and their numbers of ticks, made when first asked for."""
+    """Undisturbed runs and their numbers of ticks, run on first use."""
     cached_runs = {}
 
     def get(method):

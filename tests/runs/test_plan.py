@@ -106,7 +106,7 @@ class TestResolving:
 
 class TestMistakes:
     def test_all_mistakes_are_reported(self):
-        """Nothing here keeps another mistake from being seen: whatever can be checked is."""
+        """No mistake hides another: everything that can be checked is."""
         wrong = {"stream": "dmo", "method": "rapt", "preset": "papr", "seed": "x", "device": "gpu"}
         problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
         for expected in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):

@@ -65,7 +65,7 @@ every_method = pytest.mark.parametrize("method", each_method())
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
-    """A complete, undisturbed run on toy domains, by method, trained when first asked for."""
+    """A complete, undisturbed run on toy domains, by method, trained on first use."""
 
     class Folders(dict):
         def __missing__(self, method):
@@ -345,7 +345,7 @@ class TestEvents:
 
 
 class TestInterrupted:
-    """Whatever stops a run, the same plan on the same folder ends where an undisturbed run ends."""
+    """However a run stops, the same plan on the same folder ends like an undisturbed run."""
 
     @pytest.mark.parametrize("count", range(EVENTS + 1))
     def test_stopped_after_any_event(self, untouched, count, tmp_path):
@@ -355,7 +355,7 @@ class TestInterrupted:
 
         continued = list(Run(toy_plan(), folder).events())
         assert {e.stage for e in continued if isinstance(e, StageStarted)} == set(range(finished, STAGES))
-        assert sum(isinstance(e, Trained) for e in [*taken, *continued]) == STAGES * STEPS  # no step is made twice
+        assert sum(isinstance(e, Trained) for e in [*taken, *continued]) == STAGES * STEPS  # no step runs twice
         assert_same_result(folder, untouched["ratp"])
         assert_whole_journal(folder)
 
@@ -428,7 +428,7 @@ class TestInterrupted:
     @pytest.mark.parametrize("leftover", [False, True], ids=["between files", "within a file"])
     @pytest.mark.parametrize("write", range(5 + 2 * STAGES + 1))
     def test_killed_at_any_write(self, untouched, write, leftover, tmp_path, monkeypatch):
-        """Each file in turn is the one about to be replaced; nothing cleans up after a process that is gone."""
+        """Each file in turn is about to be replaced; nothing cleans up after a killed process."""
         folder = tmp_path / "run"
         real_write, real_temporary, written, temporary = ratp._core.files.write_bytes, tempfile.mkstemp, [], []
 
@@ -509,7 +509,7 @@ class TestComplete:
         assert run.matrix.complete
 
     def test_weight_files_are_byte_identical(self, untouched, tmp_path):
-        """Or nobody could compare two runs by a checksum."""
+        """So that two runs can be compared by checksum."""
         folder = tmp_path / "run"
         shutil.copytree(untouched["source-only"], folder)
         seen = set()
@@ -538,7 +538,7 @@ class TestFirewall:
         assert same_tensors(tensors_of(tmp_path / "run", "weights"), tensors_of(untouched[method], "weights"))
 
     def test_scrambled_source_labels_do_not(self, untouched, tmp_path):
-        """The control: a stream whose labels nobody reads would pass the test above."""
+        """The control: a stream whose labels are never read would pass the test above."""
         source, *targets = toy_domains()
         scrambled = replace(source, labels=(source.labels + 1) % 4)
         Run(toy_plan("ratp", [scrambled, *targets]), tmp_path / "run").execute()

@@ -1,4 +1,4 @@
-"""A run whose last state is damaged or gone goes on from the one before, and ends as if nothing had been."""
+"""A run whose last state is damaged or missing resumes from the previous one and ends with the same result."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def assert_same(folder, whole):
 
 
 def go_on(folder, expected):
-    """Goes on after a state was lost; returns the stages that are made."""
+    """Resumes after a state was lost; returns the stages that run."""
     with pytest.warns(StateWarning, match=expected):
         return [event.stage for event in Run(plan(), folder).events() if isinstance(event, StageStarted)]
 
 
 def assert_error(folder, expected):
-    """Goes on in vain, and nothing changes."""
+    """Resuming fails and changes nothing."""
     before = files_of(folder)
     with pytest.raises(RunDirectoryError, match=expected) as caught:
         Run(plan(), folder).execute()

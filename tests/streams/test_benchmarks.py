@@ -286,7 +286,7 @@ class TestRealImages:
 
 
 def fake_with(archive):
-    """A data folder with one real domain, and a made one to go with it."""
+    """A data folder with one real and one synthetic domain."""
     folder = Path("real/digits")
     folder.mkdir(parents=True)
     (folder / archive.name).symlink_to(archive)

@@ -1,4 +1,4 @@
-"""A share of every target kept for testing, drawn without a look at what it should not see."""
+"""A share of every target is held out for testing, chosen without looking at the labels."""
 
 from __future__ import annotations
 

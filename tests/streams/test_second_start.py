@@ -1,4 +1,4 @@
-"""The second start of a run: no image is read again, and no other image is taken for one."""
+"""The second start of a run reads no image again and mistakes no changed image for an old one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Names of the images whose bytes are asked for."""
+    """Names of the images that are read."""
     names = []
     original = ImageTree.read
     monkeypatch.setattr(ImageTree, "read", lambda tree, file: names.append(file.name) or original(tree, file))
@@ -40,7 +40,7 @@ def same_look(path, data):
 
 class TestUnchanged:
     def test_no_image_is_read(self, reads):
-        """Whatever is in the files now: names, sizes and times say that they are the same."""
+        """Regardless of content: names, sizes and times are unchanged."""
         for path in [*Path("day").rglob("*.png"), *Path("wild").rglob("*.png")]:
             same_look(path, bytes(path.stat().st_size))
         result = assert_ok(run_folders("day", "night.zip", "wild", out="again"))

@@ -247,7 +247,7 @@ class TestMistakes:
         assert "\n" not in problem
 
     def test_all_mistakes_are_reported(self):
-        """A mistake hides no other, and one that many runs share is told once."""
+        """A mistake hides no other, and one shared by many runs is reported once."""
         text = """
             titel = "x"
             [[grid]]
@@ -418,7 +418,7 @@ def runs_of(study):
 
 @dataclass
 class FinishedStudy:
-    """A study that was made, what was told at the end of every run, and how many runs held images at once."""
+    """A finished study, the result reported for every run, and how many runs held images at once."""
 
     study: Study
     ends: dict[str, RunRecord | RatpError] = field(default_factory=dict)
@@ -472,7 +472,7 @@ class TestStates:
         assert not (tmp_path / "new").exists()
 
     def test_a_finished_run_is_never_repeated(self, study):
-        """Nothing in its directory changes, and nobody is told that it ended."""
+        """Its directory does not change, and its end is not reported."""
         before = {entry.name: traces(entry.folder) for entry in study.entries[1:]}
         reported = []
         for _ in range(2):
@@ -481,7 +481,7 @@ class TestStates:
         assert {*reported} == {study.entries[0].name}
 
     def test_run_in_progress(self, study):
-        """It is left to whoever makes it; once that stops, it goes on from there."""
+        """The other process keeps it; once that stops, the run resumes from there."""
         entry = study.entries[1]
         undisturbed = files_of(entry.folder)
         shutil.rmtree(entry.folder)
@@ -699,7 +699,7 @@ class TestClaim:
             moved.claim()
 
     def test_a_folder_with_a_report(self, finished_study, tmp_path):
-        """It can be written before any run is made, of results known from elsewhere."""
+        """It can be written from known results before any run starts."""
         folder = write_files(tmp_path / "runs", {"report/index.html": b"<p>"})
         read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert (folder / "study.json").exists()

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: each made exactly once, with the numbers of steps made by hand."""
+"""Steps as CUDA graphs: each runs exactly once, with the numbers of eager steps."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ class TestStepper:
 
 
 class TestThreads:
-    """Several threads, each with streams of its own."""
+    """Several threads, each with its own streams."""
 
     def test_a_thread_records_on_the_stream_it_was_given(self):
         seen, start = {}, threading.Barrier(3)
@@ -432,7 +432,7 @@ def drive(phases, capture, between=lambda: None):
 
 
 def target_phases(method, domain):
-    """What a method does on a target, told its labels if it is an oracle."""
+    """Phases of a method on a target; an oracle gets the labels."""
     if method.uses_target_labels(method.config):
         return method.labelled_target_phases(domain)
     return method.target_phases(domain.unlabelled())
@@ -492,7 +492,7 @@ class TestOnGPU:
         assert_close([plain[1], probed[1]])
 
     def test_new_labels_are_seen(self, monkeypatch):
-        """T2PL is made to find one class in the first epoch and another in the second."""
+        """Forces T2PL to find one class in the first epoch and another in the second."""
 
         def ends(second):
             calls = []

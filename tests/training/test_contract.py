@@ -1,4 +1,4 @@
-"""Mistakes in a method of one's own are told as sentences, early, and looking for them changes no result."""
+"""Mistakes in a user's own method are reported early and readably, and the checks change no result."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def mine(tmp_path):
 
 
 def error_of(file, folder):
-    """What is said of a method whose run is refused."""
+    """Returns the error message of a method whose run is refused."""
     with pytest.raises(RatpError) as caught:
         Run(toy_plan(file), folder).execute()
     return str(caught.value)
@@ -244,7 +244,7 @@ def test_checks_that_need_training_run_after_it(mine, tmp_path):
 @pytest.mark.parametrize("save_every", [None, 0.0])
 @pytest.mark.filterwarnings("ignore:mine cannot be saved within a stage, so an interrupted stage starts again")
 def test_end_of_stage_values_are_not_checked_early(mine, tmp_path, changes, save_every):
-    """Nor is it missed when a run is stopped in the middle of a stage, and nobody gave dropout a generator."""
+    """The check also works if a run stops in the middle of a stage and dropout has no generator."""
     file = mine(*changes, ("F.dropout(logits, 0.1)", "logits"))
     Run(toy_plan(file), tmp_path / "whole", save_every=save_every).execute()
     stopped = Run(toy_plan(file), tmp_path / "stopped", save_every=save_every)

@@ -46,7 +46,7 @@ def test_the_network_sees_twice_the_images(method, monkeypatch):
 
 @COPYING
 def test_copies_of_images_nobody_is_confident_about_have_no_influence(method):
-    """Whatever they look like: the step is that of a run without copies."""
+    """The step equals that of a run without copies, whatever the copies look like."""
     ends = []
     for changes in ({"r_con": 1.0}, {"augment": False}):
         trainer, _, targets = build_method(method, **changes)

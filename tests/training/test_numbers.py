@@ -29,7 +29,7 @@ def make_plan(method="ratp", precision="fp32", **changes):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Makes one image of the targets unusable where a setting is as said; returns the batches drawn before it."""
+    """Makes one target image unusable under a given setting; returns the batches drawn before it."""
     batches, draw = [], training.Batches.draw
 
     def use(in_precision=("fp32", "tf32"), stage=1):
@@ -97,7 +97,7 @@ def test_stage_is_retried_in_single_precision(poison, tmp_path):
     finished = journal_of(tmp_path / "run", "stage_finished")
     assert [event.get("precision") for event in finished] == [None, "fp32", None]
     epochs = [e for e in journal_of(tmp_path / "run", "epoch") if e["stage"] == 1]
-    assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # those of the failed attempt are gone
+    assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # the failed attempt's are removed
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def spoil(monkeypatch):
 def test_non_finite_weights_stop_the_stage(tensor_of, value, name, save_every, spoil, tmp_path):
     """With losses that are none later, or never: BatchNorm's statistics are not used while it trains."""
     Run(make_plan("source-only"), tmp_path / "sound").execute()
-    spoil(tensor_of, value, at_step=SIZES["steps"])  # the last one of an epoch: no loss tells of it
+    spoil(tensor_of, value, at_step=SIZES["steps"])  # the last step of an epoch: no loss shows it
     with pytest.warns(NumbersWarning, match=f"{name} holds non-finite values in epoch 0 of stage 0"):
         Run(make_plan("source-only", "tf32"), tmp_path / "run", save_every=save_every).execute()
     assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))

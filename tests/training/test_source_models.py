@@ -130,7 +130,7 @@ def test_run_waits_for_the_one_training_the_same(tmp_path, cache):
 
 
 def found_in_turn(models):
-    """As a run looks for a network, once nobody else trains it."""
+    """Looks for a network as a run does, once no other run trains it."""
     try:
         return models.find({})
     except TakenError as taken:
@@ -273,7 +273,7 @@ def test_non_finite_network_is_not_shared(tmp_path):
     models, other = SourceModels(tmp_path, {}), SourceModels(tmp_path, {})
     assert models.find({}) is None
     models.keep({}, {"tensor": torch.tensor([1.0, torch.inf])})
-    assert other.find({}) is None  # at once: nobody has to wait for it either
+    assert other.find({}) is None  # immediately: no run has to wait for it either
     other.release()
 
 
@@ -311,7 +311,7 @@ def test_damaged_file_is_rejected(damage, tmp_path, cache):
     second = run(tmp_path / "2")
     assert not is_reused(second)
     assert same_tensors(tensors_of(first), tensors_of(second))
-    assert is_reused(run(tmp_path / "3"))  # written anew
+    assert is_reused(run(tmp_path / "3"))  # written again
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
