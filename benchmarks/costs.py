@@ -123,9 +123,9 @@ def main() -> None:
             flush=True,
         )
         if options.out:
-            asked = {key: getattr(options, key) for key in ("stream", "precision")}
+            arguments = {key: getattr(options, key) for key in ("stream", "precision")}
             environment = describe_environment(plan.device, plan.precision)
-            content = {"options": asked, "environment": environment}
+            content = {"options": arguments, "environment": environment}
             write_json(options.out, {"numbers": others(options.out, content) | numbers, **content})
 
 

@@ -101,7 +101,7 @@ def open_again(archives: list[Path], side: int, cache: Path) -> dict[str, float]
 
 
 def resident_memory(count: int, folder: Path) -> dict[str, float]:
-    """What a process holds that opens a domain of made images and looks at a hundred of them."""
+    """Memory of a process that opens a synthetic domain and reads a hundred images."""
     image = io.BytesIO()
     Image.linear_gradient("L").resize((MADE_SIZE, MADE_SIZE)).convert("RGB").save(image, "PNG")
     with zipfile.ZipFile(folder / "made.zip", "w") as archive:

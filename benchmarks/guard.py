@@ -92,7 +92,7 @@ def some(images: int, most: int, *name: str) -> Tensor:
     return torch.randperm(images, generator=Randomness(0).generator(*name))[:most]
 
 
-def planned(case: Case, method: str, length: Mapping[str, int]) -> RunPlan:
+def make_plan(case: Case, method: str, length: Mapping[str, int]) -> RunPlan:
     """The plan, with a part of the images of every domain and stages of some length."""
     changes = {**_NETWORK, **length, **_QUICK.get(method, {})}
     request = RunRequest(case.stream, method, case.order, changes=changes, subset=True, device="cpu", weights="none")
@@ -114,7 +114,7 @@ def part(domain: LabelledDomain | UnlabelledDomain, most: int = IMAGES) -> Label
 
 
 def bad_images(kind: str, case: Case, real: LabelledDomain) -> Tensor:
-    """Images to be refused, made of a real domain or in place of one."""
+    """Bad images, derived from a real domain or in place of one."""
     if kind == "hot":
         return real.images
     if kind.endswith("class"):
@@ -125,8 +125,8 @@ def bad_images(kind: str, case: Case, real: LabelledDomain) -> Tensor:
         found = find_stream(stream).load(codes, size, DataOptions())
         return torch.cat([part(item.domain, IMAGES // len(codes)).images for item in found])
     generator, colours = Randomness(0).generator("bad"), 1 if kind == "blank" else size
-    drawn = torch.randint(256, (IMAGES, 3, colours, colours), generator=generator, dtype=torch.uint8)
-    return drawn.expand(-1, -1, size, size).contiguous()
+    noise = torch.randint(256, (IMAGES, 3, colours, colours), generator=generator, dtype=torch.uint8)
+    return noise.expand(-1, -1, size, size).contiguous()
 
 
 def hot(plan: RunPlan) -> RunPlan:
@@ -137,7 +137,7 @@ def hot(plan: RunPlan) -> RunPlan:
     return replace(plan, recipe=recipe, config=override(plan.config, steps))
 
 
-def measured(method: Method, tests: Sequence[LabelledDomain | None]) -> list[float]:
+def measure_accuracy(method: Method, tests: Sequence[LabelledDomain | None]) -> list[float]:
     """Accuracies on a part of every domain."""
     return [accuracy(method, part(test, TEST_IMAGES)) for test in tests if test is not None]
 
@@ -147,7 +147,7 @@ class Trials:
 
     def __init__(self, name: str, method: str) -> None:
         self.name, self.case = name, CASES[name]
-        self.plan, self.first = planned(self.case, method, _STAGE), planned(self.case, method, _SOURCE)
+        self.plan, self.first = make_plan(self.case, method, _STAGE), make_plan(self.case, method, _SOURCE)
         self.stream: Stream = self.plan.load_stream()
         self.method = self.plan.build_method(self.stream)
         self.hot = hot(self.plan).build_method(self.stream)
@@ -158,7 +158,7 @@ class Trials:
         """Goes through the stream, with bad stages beside the first two targets."""
         learner = self.first.build_method(self.stream, self.first.source_models(self.stream))
         learner.fit_source(self.stream.source)
-        self.state = copied(learner)
+        self.state = copy_state(learner)
         for stage, target in enumerate(self.stream.targets, start=1):
             real = self.stream.answers[stage - 1]
             assert real is not None
@@ -168,18 +168,18 @@ class Trials:
                 domain = UnlabelledDomain(kind, bad_images(kind, self.case, like))
                 self.trial(stage, kind, self.hot if kind == "hot" else self.method, domain)
             self.trial(stage, "good", self.method, target)
-            self.state = copied(self.method)
+            self.state = copy_state(self.method)
         return self.rows
 
     def trial(self, stage: int, kind: str, method: Method, domain: UnlabelledDomain) -> None:
         """One stage, from the state before it."""
         method.load_state(self.state)
         tests = self.stream.tests[: stage + 1]
-        before = measured(method, tests)
+        before = measure_accuracy(method, tests)
         watch = Watch(method, domain, self.stream.source, Randomness(0))
         try:
             method.adapt(domain)
-            after = measured(method, tests)
+            after = measure_accuracy(method, tests)
         except RatpError as error:  # no numbers any more: a run ends there, guarded or not
             print(f"{self.name} {self.plan.method.name} {kind}: {error}", file=sys.stderr)
             return
@@ -203,7 +203,7 @@ class Trials:
         )
 
 
-def copied(method: Method) -> dict[str, Tensor]:
+def copy_state(method: Method) -> dict[str, Tensor]:
     """A state that later training does not change."""
     return {name: tensor.clone() for name, tensor in method.state().items()}
 
@@ -214,7 +214,7 @@ def trials(name: str, method: str) -> list[dict[str, Any]]:
     return Trials(name, method).run()
 
 
-def judged(row: dict[str, Any]) -> dict[str, Any]:
+def judge(row: dict[str, Any]) -> dict[str, Any]:
     """A stage that was kept, judged by present limits."""
     return {**row, "reasons": list(decide(Indicators(**row["signs"])).reasons)}
 
@@ -231,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.judge:
         kept = read_json(options.out)
-        write_json(options.out, {**kept, "trials": [judged(row) for row in kept["trials"]]})
+        write_json(options.out, {**kept, "trials": [judge(row) for row in kept["trials"]]})
         return
     work = [(name, method) for method in options.methods for name in options.streams]
     work += [(options.streams[0], method) for method in options.more_methods]
@@ -242,10 +242,10 @@ def main() -> None:
             rows.sort(key=lambda row: (work.index((row["stream"], row["method"])), row["stage"]))
             write_json(options.out, {"trials": rows, "environment": describe_environment(torch.device("cpu"))})
             for row in done.result():
-                told = "; ".join(row["reasons"]) or "accepted"
+                verdict = "; ".join(row["reasons"]) or "accepted"
                 print(
                     f"{row['stream']:10} {row['method']:11} {row['stage']} {row['kind']:9} "
-                    f"earlier {row['earlier'][0]:5.1f} -> {row['earlier'][1]:5.1f}  {told}",
+                    f"earlier {row['earlier'][0]:5.1f} -> {row['earlier'][1]:5.1f}  {verdict}",
                     flush=True,
                 )
 

@@ -80,9 +80,9 @@ def main() -> None:
             "ended_after": {order: round(end, 1) for order, end in ends.items()},
             "orders": {order: list(run.stream.order) for order, run in runs.items()},
         }
-        asked = {name: getattr(options, name) for name in ("stream", "seed", "jobs", "precision", "set")}
+        arguments = {name: getattr(options, name) for name in ("stream", "seed", "jobs", "precision", "set")}
         environment = describe_environment(plan.device, plan.precision)
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": environment})
+        write_json(options.out, {"numbers": numbers, "options": arguments, "environment": environment})
 
 
 if __name__ == "__main__":

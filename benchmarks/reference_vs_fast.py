@@ -243,8 +243,8 @@ def main() -> None:
         print(f"{metric + ', %':28} {value:10.1f} {numbers['accuracy']['fast'][metric]:10.1f}")
     parts = ", ".join(f"{part} {value:.1f}" for part, value in numbers["reference_step_ms"].items())
     print(f"the reference's target step, ms: {parts}")
-    asked = {name: value for name, value in vars(options).items() if name != "out"}
-    write_json(out, {"numbers": numbers, "options": asked, "environment": describe_environment(device)})
+    arguments = {name: value for name, value in vars(options).items() if name != "out"}
+    write_json(out, {"numbers": numbers, "options": arguments, "environment": describe_environment(device)})
 
 
 if __name__ == "__main__":

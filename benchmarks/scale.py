@@ -77,13 +77,13 @@ def measure_all(count: int, dim: int, device: torch.device) -> dict[str, dict[st
 def measure_on_features(count: int, dim: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Labelling, its product alone, and herding."""
     features, probabilities = clusters(count, dim, device)
-    labelling = measured(lambda: t2pl(features, probabilities, T2PLConfig()), device)
-    product = measured(lambda: multiply(features, features[: count // 2]), device)
+    labelling = measure_memory(lambda: t2pl(features, probabilities, T2PLConfig()), device)
+    product = measure_memory(lambda: multiply(features, features[: count // 2]), device)
     product["gflop_per_s"] = 2 * count * (count // 2) * dim / product["seconds"] / 1e9
     labels = probabilities.argmax(dim=1)
     stand_ins = torch.zeros(count, 3, 1, 1, dtype=torch.uint8, device=device)
     memory = Memory(CAPACITY, CLASSES, device)
-    herding = measured(lambda: memory.add(stand_ins, labels, features, "herding"), device)
+    herding = measure_memory(lambda: memory.add(stand_ins, labels, features, "herding"), device)
     return {"labelling": labelling, "  product of its kNN": product, "herding": herding}
 
 
@@ -94,7 +94,7 @@ def measure_evaluation(count: int, device: torch.device) -> dict[str, float]:
     labels = torch.randint(CLASSES, (count,), generator=generator)
     domain = LabelledDomain("random", images, labels, tuple(map(str, range(CLASSES))))
     predictor = Predictor(device)
-    return measured(lambda: accuracy(predictor, domain), device)
+    return measure_memory(lambda: accuracy(predictor, domain), device)
 
 
 def multiply(queries: Tensor, points: Tensor) -> None:
@@ -106,7 +106,7 @@ def multiply(queries: Tensor, points: Tensor) -> None:
             torch.mm(rows, points.T, out=result[: len(rows)])
 
 
-def measured(work: Callable[[], object], device: torch.device) -> dict[str, float]:
+def measure_memory(work: Callable[[], object], device: torch.device) -> dict[str, float]:
     """Seconds, and the most memory held: beyond what was held before, and in all."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -129,7 +129,7 @@ def measured(work: Callable[[], object], device: torch.device) -> dict[str, floa
 
 
 def forget_peak() -> None:
-    """Lets the kernel measure this process's peak anew.
+    """Resets the kernel's peak-memory counter of this process.
 
     What is free already goes back to the system first: kept for later use, it would hide as much of what is taken next.
     """
@@ -173,8 +173,8 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        asked = {name: value for name, value in vars(options).items() if name != "out"}
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": describe_environment(device)})
+        arguments = {name: value for name, value in vars(options).items() if name != "out"}
+        write_json(options.out, {"numbers": numbers, "options": arguments, "environment": describe_environment(device)})
 
 
 if __name__ == "__main__":

@@ -138,9 +138,9 @@ def main() -> None:
             numbers[count] = measure(count, Path(place) / "images", options)
             print(line(count, numbers[count], numbers[options.counts[0]]), flush=True)
     if options.out:
-        asked = {name: value for name, value in vars(options).items() if name != "out"}
+        arguments = {name: value for name, value in vars(options).items() if name != "out"}
         environment = describe_environment(torch.device(options.device))
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": environment})
+        write_json(options.out, {"numbers": numbers, "options": arguments, "environment": environment})
 
 
 if __name__ == "__main__":

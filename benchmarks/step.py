@@ -44,7 +44,7 @@ def recipe_for(options: argparse.Namespace) -> Recipe:
 
 
 def phase_on(stage: str, options: argparse.Namespace, device: torch.device) -> RaTPPhase:
-    """The phase of a fresh method on random images, its first epoch begun."""
+    """The phase of a fresh method on random images, in its first epoch."""
     classes = tuple(map(str, range(10 if options.backbone == "dtn" else 7)))
     source = torch.Generator(device).manual_seed(0)
     shape = (options.images, 3, options.size, options.size)
@@ -141,9 +141,9 @@ def main() -> None:
             numbers.setdefault(stage, {})[way] = found
             print(f"{stage:8} {way:10} {found['ms']:9.2f} {found.get('gib', float('nan')):6.2f}", flush=True)
     if options.out:
-        asked = {name: value for name, value in vars(options).items() if name != "out"}
+        arguments = {name: value for name, value in vars(options).items() if name != "out"}
         environment = describe_environment(device, options.precision)
-        write_json(options.out, {"numbers": numbers, "options": asked, "environment": environment})
+        write_json(options.out, {"numbers": numbers, "options": arguments, "environment": environment})
 
 
 if __name__ == "__main__":

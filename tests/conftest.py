@@ -22,7 +22,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """One cache for all tests and their processes, made anew for every session."""
+    """One cache for all tests and their processes, new for every session."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ratp-cache"
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Small things to run on: plans of a few steps, and domains made in a millisecond."""
+"""Small inputs for tests: plans of a few steps, and domains generated in a millisecond."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def load_tool(name: str) -> ModuleType:
 def toy_domain(
     name: str, count: int = 40, *, classes: Sequence[int] = (0, 1, 2, 3), held_out: int = 0
 ) -> LabelledDomain:
-    """Noise with a bright quarter that tells the class, in colours that tell the domain.
+    """Noise with a bright quarter that shows the class, in colours that show the domain.
 
     Args:
         name: Name of the domain; all its chance comes from it.
@@ -90,7 +90,7 @@ def toy_domain(
 
 
 def toy_domains(**sizes: int) -> list[LabelledDomain]:
-    """A source and targets, by name and size; three domains unless told."""
+    """A source and targets, by name and size; three domains by default."""
     return [toy_domain(name, count) for name, count in (sizes or {"ink": 40, "mud": 32, "fog": 36}).items()]
 
 
@@ -147,7 +147,7 @@ def domains_of(plan: RunPlan) -> list[LabelledDomain]:
 
 
 def toy_method(plan: RunPlan) -> tuple[Method, LabelledDomain, list[LabelledDomain]]:
-    """The method of a toy plan, untrained, with the source's training part and the targets as they were made."""
+    """The method of a toy plan, untrained, with the source's training part and the targets as generated."""
     domains = domains_of(plan)
     stream = make_stream("toy", domains, plan.seed)
     return plan.build_method(stream), stream.source, domains[1:]
@@ -191,7 +191,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Has the system keep files of a name from the package, whoever runs the tests."""
+    """Makes files of a name unreadable for the package, even if root runs the tests."""
     usual = files.read_bytes
 
     def read(path: Path) -> bytes:

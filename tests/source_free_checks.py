@@ -1,4 +1,4 @@
-"""What holds for SHOT and its kin alike, to be asked of each."""
+"""Checks shared by SHOT and related methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPLAYS = ("union", "separate", "none")
 LEARNING = {"network.width": 0.2, "network.hidden": 24, "network.dim": 12, "epochs": 3, "steps": 10, "batch": 24}
 
 
-def built(name, domains=None, **changes):
+def build_method(name, domains=None, **changes):
     """A method, its source and its targets without labels."""
     method, source, targets = toy_method(toy_plan(name, domains, changes=changes))
     return method, source, [target.unlabelled() for target in targets]
@@ -22,16 +22,16 @@ def built(name, domains=None, **changes):
 
 def states_after_stages(name, **changes):
     """Copies of a method's state after each stage."""
-    method, source, targets = built(name, **changes)
+    method, source, targets = build_method(name, **changes)
     method.fit_source(source)
-    states = [copy(method.state())]
+    states = [snapshot(method.state())]
     for target in targets:
         method.adapt(target)
-        states.append(copy(method.state()))
+        states.append(snapshot(method.state()))
     return states
 
 
-def copy(state):
+def snapshot(state):
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
@@ -61,7 +61,7 @@ def check_small_domains(name):
     """One image, one class, fewer images than classes, no memory."""
     tiny = [toy_domain("ink"), toy_domain("mud", 1), toy_domain("fog", 3), toy_domain("dew", 9, classes=(2,))]
     for changes in ({}, {"memory": 0}, {"replay": "separate", "memory": 4}):
-        method, source, targets = built(name, tiny, **changes)
+        method, source, targets = build_method(name, tiny, **changes)
         method.fit_source(source)
         for target in targets:
             method.adapt(target)
@@ -71,7 +71,7 @@ def check_small_domains(name):
 def check_steps_can_be_captured(name):
     """No step of any phase reads anything back; it draws from each generator it lists, and from no other."""
     for replay in REPLAYS:
-        method, source, targets = built(name, replay=replay, **{"target_transform.flip": 0.5})
+        method, source, targets = build_method(name, replay=replay, **{"target_transform.flip": 0.5})
         method.fit_source(source)
         method.adapt(targets[0])
         for phase in method.target_phases(targets[1]):
@@ -86,15 +86,15 @@ def check_steps_can_be_captured(name):
                 phase.step()
             assert torch.equal(torch.random.get_rng_state(), chance)
             assert method.network.training == mode
-            drawn = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
-            assert all(drawn)
+            moved = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
+            assert all(moved)
             if phase.name != "rotation":
                 dropout = method.network.backbone[2].generator
                 assert any(dropout is generator for generator in phase.generators)
 
 
 def check_new_labels_are_written_in_place(name):
-    method, source, targets = built(name)
+    method, source, targets = build_method(name)
     method.fit_source(source)
     phase = next(phase for phase in method.target_phases(targets[0]) if phase.name == "target")
     place = phase.batches.labels.data_ptr()
@@ -110,7 +110,7 @@ def check_it_adapts(name, **changes):
     domain = toy_domain("mud", 120)
     dark = replace(domain, images=(domain.images.float() * 0.35).to(torch.uint8))
     sizes = {"lr": 0.2} | LEARNING | changes
-    method, source, (target,) = built(name, [toy_domain("ink", 120), dark], **sizes)
+    method, source, (target,) = build_method(name, [toy_domain("ink", 120), dark], **sizes)
     method.fit_source(source)
     before = accuracy(method, dark)
     method.adapt(target)
@@ -131,6 +131,6 @@ def all_steps():
     return TINY["epochs"] * TINY["steps"]
 
 
-def run_out(phases):
+def run_phases(phases):
     """Drives phases; returns what their ends recorded."""
     return [item for item in train(phases) if isinstance(item, dict)]

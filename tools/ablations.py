@@ -112,11 +112,11 @@ def _signed(difference: Paired) -> str:
 def _best(found: Sequence[Line]) -> str:
     """Whether the full RaTP leads its group, metric by metric, and what is missing to say so."""
     full = next(line for line in found if line.label == FULL)
-    said = [lead for metric in METRICS if (lead := _lead(full, found, metric))]
+    leads = [lead for metric in METRICS if (lead := _lead(full, found, metric))]
     missing = [line.label for line in found if len(line.runs) < line.asked]
     if missing:
-        said.append(f"not all run yet: {', '.join(missing)}")
-    return f"Is the full RaTP best? {'; '.join(said)}."
+        leads.append(f"not all run yet: {', '.join(missing)}")
+    return f"Is the full RaTP best? {'; '.join(leads)}."
 
 
 def _lead(full: Line, found: Sequence[Line], metric: Metric) -> str:

@@ -301,7 +301,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generate(document: str) -> str:
-    """A document with its generated parts made anew."""
+    """A document with its generated parts regenerated."""
     for name, make in PARTS.items():
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
         if re.search(pattern, document, flags=re.S):

@@ -26,7 +26,7 @@ SIZES |= {"network.width": 0.1, "network.hidden": 48, "network.dim": 16}
 # A confidence that is reached, for copies of target images; fewer views than would take long.
 OF_METHOD = {"ratp": {"r_con": 0.2}, "cotta": {"views": 2}}
 COPIES = {"augment": True, "r_con": 0.2}
-# Values other than the default, each a case of its own.
+# Non-default values, each its own case.
 SWITCHES = {
     "ratp": "labelling=softmax labelling=shot labelling=bmd labelling=truth alignment=pl alignment=scl alignment=pcl "
     "pca.weight=0 pca.similarity=dot pca.negatives=all pca.form=published augment=false augment_replay=false "
@@ -62,8 +62,8 @@ def cases() -> dict[str, Case]:
     """What is run: the arguments of each request, by the name of the case."""
     import ratp
 
-    told = subprocess.run([sys.executable, "-m", "ratp", "methods", "--json"], check=True, stdout=subprocess.PIPE)
-    methods = [method["name"] for method in json.loads(told.stdout)["methods"]]
+    listing = subprocess.run([sys.executable, "-m", "ratp", "methods", "--json"], check=True, stdout=subprocess.PIPE)
+    methods = [method["name"] for method in json.loads(listing.stdout)["methods"]]
     found = {
         f"{name} {preset}": request(name, preset=preset)
         for name in methods
@@ -99,7 +99,7 @@ def run(item: tuple[str, Case]) -> tuple[str, dict[str, str]]:
         try:
             ratp.Run(ratp.resolve(ratp.RunRequest(device="cpu", **case)), folder, reuse_source=False).execute()
             return name, hashes(Path(folder))
-        except Exception as error:  # told as that case's
+        except Exception as error:  # reported for that case
             return name, {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -158,7 +158,7 @@ def record(file: Path) -> int:
 
 
 def check(file: Path, only: list[str]) -> int:
-    """Tells which cases give something else than was recorded; 1 if any does."""
+    """Prints the cases that differ from the record; returns 1 if any does."""
     known, current = json.loads(file.read_text()), cases()
     wanted = only or sorted(known.keys() | current.keys())
     if strange := [name for name in wanted if name not in known.keys() | current.keys()]:
@@ -182,11 +182,11 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="check these cases alone")
     given = parser.parse_args()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"RATP_CACHE": cache, "OMP_NUM_THREADS": "1"}
         code = record(given.file) if given.action == "record" else check(given.file, given.only)
-    print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
     return code
 
 

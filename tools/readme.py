@@ -1,4 +1,4 @@
-"""Runs what the README tells people to run: its shell commands, then its Python examples."""
+"""Runs the commands in the README: its shell commands, then its Python examples."""
 
 from __future__ import annotations
 

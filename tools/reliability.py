@@ -85,7 +85,7 @@ class Listener:
 
 
 def words() -> list[str]:
-    """How pytest is told of the tests: by the files that have any, which is quicker than to look through all."""
+    """Names the test files with fault markers, which is quicker than collecting all."""
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.faults" in path.read_text()]
     return ["-m", "faults", "-p", "no:cacheprovider", *files]
 
@@ -93,11 +93,11 @@ def words() -> list[str]:
 def collect() -> dict[int, Fault]:
     """The faults by number, as the tests have them."""
     listener = Listener()
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as reported:
         code = pytest.main(["--collect-only", *words()], plugins=[listener])
     missing = FAULTS.keys() ^ listener.faults.keys()
     if code or missing:
-        sys.exit(f"{said.getvalue()}\nthese faults have no test, or no name: {sorted(missing)}")
+        sys.exit(f"{reported.getvalue()}\nthese faults have no test, or no name: {sorted(missing)}")
     return listener.faults
 
 
@@ -126,7 +126,7 @@ def table(faults: dict[int, Fault], results: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def written(text: str) -> dict[int, str]:
+def read_results(text: str) -> dict[int, str]:
     """The results that a page has, by the fault's number."""
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text, flags=re.M)
     return {int(number): passed for number, passed in rows}
@@ -142,8 +142,8 @@ def main() -> None:
     faults = collect()
     outcomes = {} if options.check else run(options.jobs)
     text = path.read_text(encoding="utf-8")
-    made = {number: result(fault, outcomes) for number, fault in faults.items()}
-    results = written(text) if options.check else made
+    fresh = {number: result(fault, outcomes) for number, fault in faults.items()}
+    results = read_results(text) if options.check else fresh
     new = PATTERN.sub(lambda found: f"{found[1]}{table(faults, results)}\n{found[2]}", text)
     if new != text:
         print(f"{'out of date' if options.check else 'updated'}: {PAGE}")

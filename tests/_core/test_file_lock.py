@@ -12,7 +12,7 @@ from ratp._core.locks import acquire, try_acquire
 from ratp.training.source_cache import SourceModels
 
 
-def test_a_held_file_is_there_and_keeps_others_out(tmp_path):
+def test_lock_file_exists_while_held_and_excludes_others(tmp_path):
     path = tmp_path / "x.lock"
     with acquire(path) as lock:
         assert path.exists() and lock.keeps_out
@@ -24,7 +24,7 @@ def test_a_held_file_is_there_and_keeps_others_out(tmp_path):
     assert not path.exists()
 
 
-def test_those_who_wait_get_it_one_after_the_other(tmp_path):
+def test_waiters_acquire_in_turn(tmp_path):
     path, inside, most = tmp_path / "x.lock", [], []
 
     def work():
@@ -43,7 +43,7 @@ def test_those_who_wait_get_it_one_after_the_other(tmp_path):
     assert not path.exists()
 
 
-def test_a_file_that_was_removed_meanwhile_is_not_the_lock(tmp_path, monkeypatch):
+def test_removed_file_is_not_the_lock(tmp_path, monkeypatch):
     """Whoever waited finds that the holder has removed it, and that another may hold a new one."""
     path, flock, tries = tmp_path / "x.lock", file_lock.fcntl.flock, []
 
@@ -59,13 +59,13 @@ def test_a_file_that_was_removed_meanwhile_is_not_the_lock(tmp_path, monkeypatch
     assert len(tries) == 2
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_missing_folder(tmp_path):
     for take in (acquire, try_acquire):
         with pytest.raises(FileNotFoundError):
             take(tmp_path / "none" / "x.lock")
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_file_system_without_locks(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -74,5 +74,5 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         assert not lock.keeps_out
     assert [*tmp_path.iterdir()] == []
     models = SourceModels(tmp_path, {})
-    assert models.find({}) is None and models.find({}) is None  # nobody waits
+    assert models.find({}) is None and models.find({}) is None  # no one waits
     assert [*tmp_path.iterdir()] == []

@@ -63,13 +63,13 @@ def fail_with(error):
 
 
 class TestWriting:
-    def test_a_file_is_replaced(self, tmp_path):
+    def test_file_is_replaced(self, tmp_path):
         for text in ("old and longer", "new"):
             write_text(tmp_path / "file", text)
             assert (tmp_path / "file").read_text() == text
         assert os.listdir(tmp_path) == ["file"]
 
-    def test_what_is_no_file_is_left_alone(self, tmp_path):
+    def test_non_file_is_left_alone(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(RunDirectoryError, match=r"pipe: it exists and is not a file\."):
             write_text(tmp_path / "pipe", "text")
@@ -77,7 +77,7 @@ class TestWriting:
 
     @pytest.mark.parametrize("broken", ["fsync", "fdopen"])
     @pytest.mark.parametrize("old", [b"old", None], ids=["over an old file", "for the first time"])
-    def test_a_failing_write_leaves_what_was_there(self, tmp_path, monkeypatch, broken, old):
+    def test_failed_write_keeps_old_file(self, tmp_path, monkeypatch, broken, old):
         path = tmp_path / "file"
         if old is not None:
             path.write_bytes(old)
@@ -89,7 +89,7 @@ class TestWriting:
         assert old is None or path.read_bytes() == old
 
     @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()])
-    def test_a_failing_rename_leaves_what_was_there(self, tmp_path, monkeypatch, error):
+    def test_failed_rename_keeps_old_file(self, tmp_path, monkeypatch, error):
         path = tmp_path / "file"
         path.write_bytes(b"old")
         monkeypatch.setattr(Path, "replace", fail_with(error))
@@ -101,7 +101,7 @@ class TestWriting:
         assert path.read_bytes() == b"old"
 
     @pytest.mark.faults(2, "files are written beside, synced and renamed, and the folder is synced")
-    def test_the_contents_reach_the_disk_before_the_name_does(self, tmp_path, monkeypatch):
+    def test_contents_are_synced_before_rename(self, tmp_path, monkeypatch):
         order = []
         fsync, replace = os.fsync, Path.replace
 
@@ -118,24 +118,24 @@ class TestWriting:
         write_bytes(tmp_path / "file", b"new")
         assert order == ["fsync", "rename", "fsync"]
 
-    def test_a_missing_folder_is_named(self, tmp_path):
+    def test_missing_folder_is_named(self, tmp_path):
         with pytest.raises(RunDirectoryError, match=r"missing.file.*No such file"):
             write_bytes(tmp_path / "missing" / "file", b"new")
 
-    def test_a_folder_in_the_way_is_named(self, tmp_path):
+    def test_folder_at_target_path_is_named(self, tmp_path):
         (tmp_path / "file").mkdir()
         with pytest.raises(RunDirectoryError, match="cannot write"):
             write_bytes(tmp_path / "file", b"new")
         assert os.listdir(tmp_path) == ["file"]
 
-    def test_others_may_read_what_is_written(self, tmp_path):
+    def test_written_file_is_readable_by_others(self, tmp_path):
         write_bytes(tmp_path / "file", b"new")
         assert (tmp_path / "file").stat().st_mode & 0o444 == 0o444
 
 
 class TestJson:
     @given(JSON)
-    def test_what_is_written_can_be_read(self, folder, data):
+    def test_round_trip(self, folder, data):
         write_json(folder / "data.json", data)
         assert read_json(folder / "data.json") == data
 
@@ -143,20 +143,20 @@ class TestJson:
         write_json(tmp_path / "data.json", DOCUMENT)
         assert "naïve ü 画像" in (tmp_path / "data.json").read_text(encoding="utf-8")
 
-    def test_folder_names_that_are_no_unicode_can_be_written(self, tmp_path):
+    def test_non_unicode_folder_names_are_writable(self, tmp_path):
         """On Linux a path may hold any bytes; Python hands the odd ones over as lone surrogates."""
         data = {"folder": os.fsdecode(b"/data/caf\xe9")}
         write_json(tmp_path / "data.json", data)
         assert read_json(tmp_path / "data.json") == data
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_what_is_no_json_is_not_written(self, tmp_path, value):
+    def test_non_json_values_are_rejected(self, tmp_path, value):
         write_json(tmp_path / "data.json", DOCUMENT)
         with pytest.raises(ValueError, match="JSON"):
             write_json(tmp_path / "data.json", {"accuracy": value})
         assert read_json(tmp_path / "data.json") == DOCUMENT
 
-    def test_a_file_cut_short_anywhere_is_damaged(self, tmp_path):
+    def test_truncated_file_is_damaged(self, tmp_path):
         path = tmp_path / "cut.json"
         write_json(path, DOCUMENT)
         whole = path.read_bytes().rstrip()
@@ -166,7 +166,7 @@ class TestJson:
                 read_json(path)
 
     @given(st.binary())
-    def test_any_bytes_are_json_or_damaged(self, folder, data):
+    def test_arbitrary_bytes_are_json_or_damaged(self, folder, data):
         path = folder / "any.json"
         path.write_bytes(data)
         try:
@@ -178,12 +178,12 @@ class TestJson:
     @pytest.mark.parametrize(
         "text", ["[]", "3", "null", '"text"', "", "{", '{"a": 1} x', "[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
     )
-    def test_what_is_no_object_is_damaged(self, tmp_path, text):
+    def test_non_object_is_damaged(self, tmp_path, text):
         (tmp_path / "data.json").write_text(text)
         with pytest.raises(RunDirectoryError, match="damaged"):
             read_json(tmp_path / "data.json")
 
-    def test_missing_and_unreadable_files_are_told_apart(self, tmp_path):
+    def test_missing_and_unreadable_files_differ(self, tmp_path):
         with pytest.raises(RunDirectoryError, match=r"data\.json is missing"):
             read_json(tmp_path / "data.json")
         with pytest.raises(RunDirectoryError, match="cannot read"):
@@ -191,7 +191,7 @@ class TestJson:
 
 
 class TestTensors:
-    def test_what_is_written_can_be_read(self, tmp_path):
+    def test_round_trip(self, tmp_path):
         write_tensors(tmp_path / "state.safetensors", TENSORS, {"stage": "2"})
         tensors, metadata = read_tensors(tmp_path / "state.safetensors")
         assert metadata == {"stage": "2"}
@@ -220,7 +220,7 @@ class TestTensors:
         assert torch.equal(tensors["teacher"], base)
         assert torch.equal(tensors["head"], base[:2])
 
-    def test_a_failing_write_leaves_the_old_tensors(self, tmp_path, monkeypatch):
+    def test_failed_write_keeps_old_tensors(self, tmp_path, monkeypatch):
         path = tmp_path / "state.safetensors"
         write_tensors(path, TENSORS)
         monkeypatch.setattr(os, "fsync", fail_with(OSError(errno.EIO, "Input/output error")))
@@ -229,7 +229,7 @@ class TestTensors:
         monkeypatch.undo()
         assert torch.equal(read_tensors(path)[0]["labels"], TENSORS["labels"])
 
-    def test_a_file_cut_short_anywhere_is_damaged(self, tmp_path):
+    def test_truncated_file_is_damaged(self, tmp_path):
         path = tmp_path / "cut.safetensors"
         write_tensors(path, TENSORS, {"stage": "2"})
         whole = path.read_bytes()
@@ -246,7 +246,7 @@ class TestTensors:
             read_tensors(path)
 
     @given(position=st.integers(0, 2000), bit=st.integers(0, 7))
-    def test_a_flipped_bit_is_noticed_or_makes_no_difference(self, folder, position, bit):
+    def test_flipped_bit_is_detected_or_harmless(self, folder, position, bit):
         path = folder / "changed.safetensors"
         write_tensors(path, TENSORS, {"stage": "2"})
         data = bytearray(path.read_bytes())
@@ -258,13 +258,13 @@ class TestTensors:
             return
         assert same_tensors(tensors, TENSORS)
 
-    def test_files_of_others_have_no_hash_and_are_read(self, tmp_path):
+    def test_foreign_files_without_hash_are_read(self, tmp_path):
         (tmp_path / "foreign.safetensors").write_bytes(save(TENSORS, metadata={"format": "pt"}))
         tensors, metadata = read_tensors(tmp_path / "foreign.safetensors")
         assert same_tensors(tensors, TENSORS) and metadata == {}
 
     @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "C64", "X9"])
-    def test_kinds_of_numbers_from_elsewhere_are_refused_or_read(self, tmp_path, dtype):
+    def test_foreign_dtypes_are_refused_or_read(self, tmp_path, dtype):
         header = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, 8]}}).encode()
         path = tmp_path / "foreign.safetensors"
         path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
@@ -286,7 +286,7 @@ class TestTensors:
             read_tensors(tmp_path / "model.pth")
 
 
-def test_a_folder_that_may_not_be_entered_is_told(tmp_path, monkeypatch):
+def test_inaccessible_folder_is_reported(tmp_path, monkeypatch):
     """Nothing says then whether the file is there."""
     monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(UnreadableFileError, match=r"cannot read .*tensors: Permission denied\."):

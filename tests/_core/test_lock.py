@@ -27,7 +27,7 @@ with exclusive(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the folder until it is told, or made, to end."""
+    """Another process that holds the folder until it is asked or forced to end."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -38,7 +38,7 @@ def holder(tmp_path):
 
 
 @pytest.mark.faults(17, "another process is kept out until the holder dies")
-def test_another_process_is_kept_out_until_the_holder_dies(holder, tmp_path):
+def test_other_process_is_excluded_until_holder_dies(holder, tmp_path):
     before = files_of(tmp_path)
     with pytest.raises(RunDirectoryError, match=rf"in use by process {holder.pid} on .* since \d{{4}}-.*--out"):
         Run(toy_plan("source-only"), tmp_path).execute()
@@ -50,7 +50,7 @@ def test_another_process_is_kept_out_until_the_holder_dies(holder, tmp_path):
     assert (tmp_path / "weights.safetensors").exists()
 
 
-def test_a_second_run_in_the_same_process_is_kept_out(tmp_path):
+def test_second_run_in_same_process_is_excluded(tmp_path):
     first = Run(toy_plan("source-only"), tmp_path).events()
     next(first)
     before = files_of(tmp_path)
@@ -61,13 +61,13 @@ def test_a_second_run_in_the_same_process_is_kept_out(tmp_path):
     Run(toy_plan("source-only"), tmp_path).execute()
 
 
-def test_the_lock_says_who_holds_it_and_is_empty_afterwards(tmp_path):
+def test_lock_file_names_holder_and_is_emptied_on_release(tmp_path):
     with exclusive(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert (tmp_path / LOCK_FILE).read_text() == ""
 
 
-def test_it_ends_with_an_error(tmp_path):
+def test_lock_is_released_on_error(tmp_path):
     with pytest.raises(ZeroDivisionError), exclusive(tmp_path):
         raise ZeroDivisionError
     assert (tmp_path / LOCK_FILE).read_text() == ""  # it was not killed
@@ -76,7 +76,7 @@ def test_it_ends_with_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "5", '{"pid": 1}'])
-def test_a_holder_that_says_nothing_sensible_still_holds(content, tmp_path):
+def test_unreadable_holder_info_still_holds(content, tmp_path):
     with exclusive(tmp_path):
         (tmp_path / LOCK_FILE).write_text(content)
         with pytest.raises(RunDirectoryError, match="in use by another process"), exclusive(tmp_path):
@@ -84,13 +84,13 @@ def test_a_holder_that_says_nothing_sensible_still_holds(content, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "not json", '{"pid": 1, "host": "elsewhere", "since": "long ago"}'])
-def test_a_file_left_behind_holds_nobody_up(content, tmp_path):
+def test_leftover_file_does_not_block(content, tmp_path):
     (tmp_path / LOCK_FILE).write_text(content)
     with exclusive(tmp_path):
         pass
 
 
-def test_a_folder_that_is_none_is_named(tmp_path):
+def test_non_folder_is_named(tmp_path):
     with (
         pytest.raises(RunDirectoryError, match=r"nowhere: No such file or directory.*--out"),
         exclusive(tmp_path / "nowhere"),
@@ -98,7 +98,7 @@ def test_a_folder_that_is_none_is_named(tmp_path):
         pass
 
 
-def test_a_lock_that_cannot_be_opened_is_named(tmp_path):
+def test_unopenable_lock_is_named(tmp_path):
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(RunDirectoryError, match=r"cannot write to .*: Is a directory"), exclusive(tmp_path):
         pass

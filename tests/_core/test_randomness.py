@@ -16,12 +16,12 @@ def numbers(generator):
 
 
 @given(seed=st.integers(0, 2**40), name=NAMES)
-def test_a_name_always_gives_the_same_numbers(seed, name):
+def test_same_name_gives_same_numbers(seed, name):
     assert numbers(Randomness(seed).generator(*name)) == numbers(Randomness(seed).generator(*name))
 
 
 @given(seed=st.integers(0, 100), name=NAMES, other_seed=st.integers(0, 100), other_name=NAMES)
-def test_other_names_and_seeds_give_others(seed, name, other_seed, other_name):
+def test_different_names_and_seeds_differ(seed, name, other_seed, other_name):
     one, other = Randomness(seed).derive(*name), Randomness(other_seed).derive(*other_name)
     assert (one == other) == ((seed, name) == (other_seed, other_name))
 
@@ -31,13 +31,13 @@ def test_derived_seeds_suit_any_generator(seed, name):
     assert 0 <= Randomness(seed).derive(*name) < 2**63
 
 
-def test_derived_seeds_stay_what_they_were():
+def test_derived_seeds_are_stable():
     """Results of earlier versions can be repeated only as long as these do not change."""
     assert Randomness(2022).derive("network") == 6690508533535477500
     assert Randomness(2022).derive("batches", 1) == 257546010047125075
 
 
-def test_one_use_does_not_shift_another():
+def test_uses_are_independent():
     randomness = Randomness(0)
     expected = numbers(randomness.generator("b"))
     torch.rand(100, generator=randomness.generator("a"))
@@ -47,14 +47,14 @@ def test_one_use_does_not_shift_another():
 
 class TestScope:
     def test_it_makes_global_numbers_repeatable(self):
-        drawn = []
+        draws = []
         for _ in range(2):
             torch.rand(3)
             with Randomness(1).scope("network"):
-                drawn.append(torch.rand(4).tolist())
-        assert drawn[0] == drawn[1]
+                draws.append(torch.rand(4).tolist())
+        assert draws[0] == draws[1]
         with Randomness(2).scope("network"):
-            assert torch.rand(4).tolist() != drawn[0]
+            assert torch.rand(4).tolist() != draws[0]
 
     def test_it_leaves_the_global_generator_as_it_was(self):
         before = torch.get_rng_state()
@@ -62,7 +62,7 @@ class TestScope:
             torch.rand(3)
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_it_does_so_after_an_error_too(self):
+    def test_global_generator_is_restored_after_error(self):
         def fail():
             with Randomness(1).scope("network"):
                 torch.rand(3)
@@ -81,7 +81,7 @@ class TestScope:
             torch.rand(1)
         assert seeded == []
 
-    def test_threads_do_not_disturb_one_another(self):
+    def test_threads_are_independent(self):
         def alone(seed):
             with Randomness(seed).scope("network"):
                 return [torch.rand(3).tolist() for _ in range(5)]
@@ -90,20 +90,20 @@ class TestScope:
             start.wait()
             with Randomness(seed).scope("network"):
                 for _ in range(5):
-                    drawn[seed].append(torch.rand(3).tolist())
+                    draws[seed].append(torch.rand(3).tolist())
                     time.sleep(0.001)
 
         before = torch.get_rng_state()
-        start, drawn = threading.Barrier(4), {seed: [] for seed in range(4)}
-        threads = [threading.Thread(target=beside, args=(seed,)) for seed in drawn]
+        start, draws = threading.Barrier(4), {seed: [] for seed in range(4)}
+        threads = [threading.Thread(target=beside, args=(seed,)) for seed in draws]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert drawn == {seed: alone(seed) for seed in drawn}
+        assert draws == {seed: alone(seed) for seed in draws}
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_a_scope_may_hold_another(self):
+    def test_scopes_nest(self):
         with Randomness(1).scope("a"), Randomness(2).scope("b"):
             inside = torch.rand(3).tolist()
         with Randomness(2).scope("b"):

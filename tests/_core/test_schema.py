@@ -30,20 +30,20 @@ THIRD = Schema((renamed, doubled))
         {"schema": 3, "colour": "red", "size": 2},
     ],
 )
-def test_whatever_wrote_it_it_reads_the_same(data):
+def test_older_versions_read_the_same(data):
     before = json.dumps(data)
     assert THIRD.read(data, "file") == {"colour": "red", "size": 2}
     assert json.dumps(data) == before
 
 
-def test_what_is_written_can_be_read():
+def test_round_trip():
     data = {"colour": "red", "size": 2}
     assert THIRD.marked(data) == {"schema": 3, **data}
     assert THIRD.read(THIRD.marked(data), "file") == data
     assert THIRD.marked({"schema": 1, **data}) == {"schema": 3, **data}
 
 
-def test_a_later_version_is_refused_in_one_sentence_that_says_what_to_do():
+def test_later_version_is_refused_with_advice():
     with pytest.raises(NewerFileError) as refusal:
         THIRD.read({"schema": 4}, "runs/a/config.json")
     message = str(refusal.value)
@@ -54,12 +54,12 @@ def test_a_later_version_is_refused_in_one_sentence_that_says_what_to_do():
 
 
 @pytest.mark.parametrize("version", [0, -1, 1.0, True, "1", None, [], {}, 10**40])
-def test_what_is_no_version_is_never_guessed_at(version):
+def test_invalid_version_is_refused(version):
     with pytest.raises(RunDirectoryError, match="schema"):
         THIRD.read({"schema": version, "color": "red", "size": 1}, "file")
 
 
-def test_the_name_of_the_version_may_differ():
+def test_version_key_can_differ():
     form = Schema(key="format")
     assert form.marked({"schema": "mine"}) == {"format": 1, "schema": "mine"}
     with pytest.raises(NewerFileError, match="has format 2"):

@@ -91,7 +91,7 @@ def test_everything_is_restored_in_place(pair):
     assert torch.equal(torch.rand(4, generator=one._generator), torch.rand(4, generator=other._generator))
 
 
-def test_both_go_on_alike(pair):
+def test_original_and_restored_continue_alike(pair):
     for worker in pair:
         worker.work()
     if isinstance(pair[0], Optimising):
@@ -99,7 +99,7 @@ def test_both_go_on_alike(pair):
     assert torch.equal(pair[0].labels, pair[1].labels)
 
 
-def test_tensors_that_share_their_memory_are_written_once():
+def test_shared_tensors_are_written_once():
     plain, tensors = split_tensors(
         {"a": torch.ones(3), "b": {"c": (one := torch.ones(2)), "d": one.detach()}, "e": one[:1]}
     )
@@ -107,7 +107,7 @@ def test_tensors_that_share_their_memory_are_written_once():
     assert plain["b"]["d"] == {"@tensor": "b.c", "on": "cpu"}
 
 
-def test_no_two_tensors_have_one_name():
+def test_tensor_names_are_unique():
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "c": torch.ones(0), "d": torch.zeros(0)}
     plain, tensors = split_tensors(state)
     assert len(tensors) == 4
@@ -123,7 +123,7 @@ def test_tensors_of_a_gpu_go_to_the_device_of_the_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_labels_that_can_only_be_read_are_not_written_to(tmp_path):
+def test_read_only_labels_are_not_written(tmp_path):
     import numpy as np
 
     (tmp_path / "labels").write_bytes(np.arange(6).tobytes())
@@ -135,7 +135,7 @@ def test_labels_that_can_only_be_read_are_not_written_to(tmp_path):
 
 class TestMisfits:
     @pytest.mark.parametrize(
-        ("change", "told"),
+        ("change", "expected"),
         [
             ({"generator": torch.zeros(3, dtype=torch.uint8)}, r"Worker.generator: .*"),
             ({"net": {"tensors": {}}}, "Worker.net: RuntimeError.*"),
@@ -143,31 +143,31 @@ class TestMisfits:
             ({"nonsense": 1}, "Worker: nonsense is saved or expected, but not both"),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, change, told):
-        with pytest.raises(RatpError, match=told):
+    def test_mismatched_state_is_refused(self, change, expected):
+        with pytest.raises(RatpError, match=expected):
             Worker().load_state_dict(Worker().state_dict() | change)
 
-    def test_something_that_lacks_is_refused(self):
+    def test_incomplete_state_is_refused(self):
         state = Worker().state_dict()
         del state["labels"]
         with pytest.raises(RatpError, match="labels"):
             Worker().load_state_dict(state)
 
     @pytest.mark.faults(5, "no file of a run makes an object, whatever it says")
-    def test_no_file_makes_an_object(self):
+    def test_state_file_never_creates_objects(self):
         """What is none when it is built is plain data afterwards, whatever the file says."""
         worker = Worker()
         worker.load_state_dict(worker.state_dict() | {"later": {"object": "os", "parts": {}}})
         assert worker.later == {"object": "os", "parts": {}}
 
-    def test_what_has_no_state_is_named(self):
+    def test_objects_without_state_are_named(self):
         worker = Worker()
         worker.counter = object()
         with pytest.raises(RatpError, match=r"Worker.counter: an object of type object needs state_dict and"):
             worker.state_dict()
 
 
-def test_a_generator_that_an_earlier_stage_has_bound_may_be_gone():
+def test_generator_of_earlier_stage_can_be_missing():
     one, other = Worker(), Worker()
     other.net[2].generator = None
     other.load_state_dict(one.state_dict())

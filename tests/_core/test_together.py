@@ -1,4 +1,4 @@
-"""A change that threads share is made once and undone by the last of them."""
+"""A change shared by threads is applied once and undone by the last of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ratp._core.environment import SharedContext, quietly
 from ratp.errors import Note
 
 
-def test_the_last_one_undoes_it():
+def test_last_user_undoes_the_change():
     events = []
 
     def change(back):
@@ -38,7 +38,7 @@ def test_the_last_one_undoes_it():
     assert events == ["made", "undone"] * 2
 
 
-def test_a_change_that_fails_leaves_nothing_behind():
+def test_failed_change_leaves_nothing_behind():
     events = []
 
     def change(back):
@@ -52,7 +52,7 @@ def test_a_change_that_fails_leaves_nothing_behind():
     assert events == ["undone"] * 2
 
 
-def test_libraries_are_silent_and_notes_are_heard_during_and_after():
+def test_libraries_are_silenced_but_notes_are_shown():
     """Two at once, the first in leaving first, as threads of a study do."""
     before, entered, leave = list(warnings.filters), threading.Event(), threading.Event()
 

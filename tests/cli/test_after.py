@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import accuracy_of, files_of, ratp, same_tensors, tensors_of
-from own_images import OPTIONS, config_of, images, put, refused, run_folders, worked
+from own_images import OPTIONS, assert_error, assert_ok, config_of, image_files, run_folders, write_files
 
 METHOD = "shot"
 
@@ -17,9 +17,9 @@ METHOD = "shot"
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for k, name in enumerate(("day", "rain")):
-        put(Path(name), images(count=6, seed=k))
-    put(Path("fog"), images(count=6, seed=2, flat=True))
-    worked(run("rain", out="a"))
+        write_files(Path(name), image_files(count=6, seed=k))
+    write_files(Path("fog"), image_files(count=6, seed=2, flat=True))
+    assert_ok(run("rain", out="a"))
 
 
 def run(*targets, out="b", after=None, more=(), method=METHOD):
@@ -30,28 +30,28 @@ def run(*targets, out="b", after=None, more=(), method=METHOD):
 
 def test_the_next_domain():
     before = files_of(Path("a"))
-    result = worked(run("rain", "fog", after="a"))
+    result = assert_ok(run("rain", "fog", after="a"))
     assert "stage 3/3 fog" in result.err and "stage 2/3" not in result.err
     assert "continued" in result.out and "Predictions: b/predictions-fog.csv" in result.err
     assert files_of(Path("a")) == before
-    worked(run("rain", "fog", out="whole"))
+    assert_ok(run("rain", "fog", out="whole"))
     for name in ("state", "weights"):
         assert same_tensors(tensors_of(Path("b"), name), tensors_of(Path("whole"), name))
     assert accuracy_of(Path("b")) == accuracy_of(Path("whole"))  # fog has no labels
     assert files_of(Path("b"))["predictions-fog.csv"] == files_of(Path("whole"))["predictions-fog.csv"]
-    assert "nothing to train" in worked(run("rain", "fog", after="a")).err
-    worked(ratp("report", "b", "whole", "--out", "report"))
+    assert "nothing to train" in assert_ok(run("rain", "fog", after="a")).err
+    assert_ok(ratp("report", "b", "whole", "--out", "report"))
 
 
-def test_the_stream_may_have_become_a_file():
+def test_stream_can_become_a_file():
     domains = 'order = ["day", "rain", "fog"]\n[domains]\nday = "day"\nrain = "rain"\nfog = "fog"\n'
     Path("yard.toml").write_text(domains)
-    worked(ratp("run", "yard.toml", "--after", "a", "--out", "b", "--method", METHOD, *OPTIONS))
+    assert_ok(ratp("run", "yard.toml", "--after", "a", "--out", "b", "--method", METHOD, *OPTIONS))
     assert (config_of("b")["stream"], config_of("b")["order"]) == ("yard", ["day", "rain", "fog"])
 
 
-def test_folders_have_names_of_their_own():
-    worked(
+def test_folders_have_distinct_names():
+    assert_ok(
         ratp("run", "folders", "--source", "day", "--targets", "rain", "fog", "-m", METHOD, *OPTIONS, "--after", "a")
     )
     (folder,) = Path("runs").iterdir()
@@ -67,17 +67,17 @@ def test_in_place_the_option_is_named():
 
 class TestRefused:
     def test_several_runs(self):
-        refused(
+        assert_error(
             run("rain", "fog", after="a", more=["--seed", 1, "--seed", 2]), "--after continues from one run", out="b"
         )
 
-    def test_every_difference_in_a_sentence(self):
-        put(Path("rain"), images(count=7, seed=5))
-        told = ("another method: shot there, tent requested", "another seed", "the images of rain are not those")
-        refused(run("rain", "fog", after="a", method="tent", more=["--seed", 1]), *told, out="b")
+    def test_every_difference_is_reported(self):
+        write_files(Path("rain"), image_files(count=7, seed=5))
+        expected = ("another method: shot there, tent requested", "another seed", "the images of rain are not those")
+        assert_error(run("rain", "fog", after="a", method="tent", more=["--seed", 1]), *expected, out="b")
 
-    def test_a_folder_that_is_not_there(self):
-        refused(run("rain", "fog", after="nowhere"), "nowhere does not exist", out="b")
+    def test_missing_folder(self):
+        assert_error(run("rain", "fog", after="nowhere"), "nowhere does not exist", out="b")
 
     def test_its_own_folder(self):
         result = run("rain", "fog", out="a", after="./a")
@@ -88,5 +88,5 @@ class TestRefused:
         result = run("rain", "fog", after="a")
         assert result.code == 2 and "no run can continue it" in result.err and "Traceback" not in result.err
         shutil.rmtree("a")
-        worked(run("rain", out="a"))
-        worked(run("rain", "fog", after="a"))
+        assert_ok(run("rain", out="a"))
+        assert_ok(run("rain", "fog", after="a"))

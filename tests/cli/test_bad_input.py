@@ -40,8 +40,8 @@ def run(complete):
     return Path("run")
 
 
-def refused(*arguments, told=()):
-    """Runs a command that must be refused as it is meant to be; returns the message."""
+def assert_error(*arguments, expected=()):
+    """Runs a command that must fail cleanly; returns the message."""
     before = files_of_here()
     result = ratp(*arguments)
     assert result.code == 2, result
@@ -49,7 +49,7 @@ def refused(*arguments, told=()):
     assert result.err.startswith("error: ")
     assert "Traceback" not in result.err
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
-    for words in told:
+    for words in expected:
         assert words in result.err, result.err
     assert files_of_here() == before
     return result.err
@@ -60,7 +60,7 @@ def files_of_here():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (["--method", "rapt"], ["'rapt'", "'ratp'", "Valid: ", ", source-only", ".py file"]),
         (["--method", "mine.py"], ["'mine.py' does not exist"]),
@@ -92,16 +92,16 @@ def files_of_here():
         (["--device", "gpu"], ["unknown device 'gpu'", "Valid: auto, cpu, cuda"]),
     ],
 )
-def test_a_request_that_makes_no_sense(options, told):
-    refused("run", *options, told=told)
+def test_invalid_request(options, expected):
+    assert_error("run", *options, expected=expected)
 
 
 @pytest.mark.faults(19, "all mistakes come at once, with what was probably meant")
 def test_all_mistakes_come_at_once():
     changes = ["--set", "batch=1", "--set", "r_con=hi", "--set", "nonsense"]
-    message = refused("run", "--order", "foo", "--seed", "x", "--device", "gpu", "--save-every", "-1", *changes)
+    message = assert_error("run", "--order", "foo", "--seed", "x", "--device", "gpu", "--save-every", "-1", *changes)
     assert len(message.splitlines()) == 7
-    message = refused("run", "--weights", "nope.safetensors", "--set", "epochs=0", "--seed", "x")
+    message = assert_error("run", "--weights", "nope.safetensors", "--set", "epochs=0", "--seed", "x")
     assert [word in message for word in ("weights file 'nope.safetensors'", "epochs", "seed")] == [True] * 3
 
 
@@ -121,8 +121,8 @@ class Mine(SourceOnly):
 
 
 @pytest.mark.parametrize("seeds", [["1"], ["1", "2"]])
-def test_an_error_in_a_method_of_ones_own(seeds):
-    """It is told with the lines of its file, not with ours; of several runs, each has its own."""
+def test_error_in_own_method_shows_its_traceback(seeds):
+    """The error shows lines of the user's file, not ours; each of several runs reports its own."""
     Path("mine.py").write_text(OWN)
     words = [word for seed in seeds for word in ("--seed", seed)]
     result = ratp(
@@ -130,13 +130,13 @@ def test_an_error_in_a_method_of_ones_own(seeds):
     )
     assert (result.code, result.out) == (1 if len(seeds) == 1 else 2, "")
     assert result.err.count("error in the file of its method") == len(seeds)
-    for told in ('mine.py", line 10', "KeyError: 'first'", 'mine.py", line 12', "ValueError: second"):
-        assert result.err.count(told) == len(seeds)
+    for expected in ('mine.py", line 10', "KeyError: 'first'", 'mine.py", line 12', "ValueError: second"):
+        assert result.err.count(expected) == len(seeds)
     assert not {line for line in result.err.splitlines() if "File " in line and "mine.py" not in line}
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["methods", "show", "rapt"], ["unknown method 'rapt'", "'ratp'"]),
         (["methods", "show", "ratp", "--preset", "papr"], ["'papr'", "'paper'"]),
@@ -150,12 +150,12 @@ def test_an_error_in_a_method_of_ones_own(seeds):
         (["demo", "--device", "gpu"], ["unknown device 'gpu'"]),
     ],
 )
-def test_lists_and_demo(words, told):
-    refused(*words, told=told)
+def test_lists_and_demo(words, expected):
+    assert_error(*words, expected=expected)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["rnu"], "'rnu'"),
         (["run", "--sed", "1"], "--sed"),
@@ -165,10 +165,10 @@ def test_lists_and_demo(words, told):
         (["methods", "shwo"], "'shwo'"),
     ],
 )
-def test_a_command_that_is_none(words, told):
+def test_unknown_command(words, expected):
     result = ratp(*words)
     assert (result.code, result.out) == (2, "")
-    assert told in result.err
+    assert expected in result.err
     assert "Traceback" not in result.err
     assert os.listdir() == []
 
@@ -176,40 +176,44 @@ def test_a_command_that_is_none(words, told):
 class TestOutput:
     @pytest.mark.parametrize("out", ["file/x", "file", "/proc/ratp", "file/x/y/z"])
     @pytest.mark.faults(3, "a folder that cannot be written is refused before anything is trained")
-    def test_a_folder_that_cannot_be(self, out):
+    def test_unusable_output_folder(self, out):
         with open("file", "w") as file:
             file.write("mine")
-        refused(*TINY_RUN, "--out", out, told=[out, "--out"])
+        assert_error(*TINY_RUN, "--out", out, expected=[out, "--out"])
 
     @pytest.mark.parametrize("out", ["file/x", "/proc/ratp"])
-    def test_of_the_demo(self, out):
+    def test_unusable_demo_output_folder(self, out):
         with open("file", "w") as file:
             file.write("mine")
-        refused("demo", "--out", out, told=[out, "--out"])
+        assert_error("demo", "--out", out, expected=[out, "--out"])
 
     def test_a_folder_with_other_files(self):
         os.mkdir("photos")
         for name in ("a.jpg", "b.jpg"):
             with open(f"photos/{name}", "w") as file:
                 file.write("mine")
-        refused(*TINY_RUN, "--out", "photos", told=["photos", "a.jpg, b.jpg", "no run", "--out"])
+        assert_error(*TINY_RUN, "--out", "photos", expected=["photos", "a.jpg, b.jpg", "no run", "--out"])
 
     def test_a_folder_with_another_run(self, run):
-        message = refused(*TINY_RUN, "--out", run, "--seed", "3", "--set", "lr=0.5", told=["another run", "--out"])
+        message = assert_error(
+            *TINY_RUN, "--out", run, "--seed", "3", "--set", "lr=0.5", expected=["another run", "--out"]
+        )
         assert "seed: 2022 there, 3 requested; lr: 0.05 there, 0.5 requested" in message
 
     def test_a_folder_with_a_run_of_another_method(self, run):
-        refused("run", *TINY_OPTIONS, "--out", run, told=["method: source-only there, ratp requested", "--out"])
+        assert_error(
+            "run", *TINY_OPTIONS, "--out", run, expected=["method: source-only there, ratp requested", "--out"]
+        )
 
-    def test_a_folder_that_is_a_project_of_another_kind(self):
+    def test_unrelated_project_folder(self):
         os.mkdir("project")
         with open("project/config.json", "w") as file:
             json.dump({"compilerOptions": {"strict": True}}, file)
-        message = refused(*TINY_RUN, "--out", "project", told=["project", "--out"])
+        message = assert_error(*TINY_RUN, "--out", "project", expected=["project", "--out"])
         assert "None" not in message
 
-    def test_too_long_a_name(self):
-        refused(*TINY_RUN, "--out", "x" * 300, told=["File name too long", "--out"])
+    def test_name_too_long(self):
+        assert_error(*TINY_RUN, "--out", "x" * 300, expected=["File name too long", "--out"])
 
 
 def cut(path, share=0.5):
@@ -222,31 +226,33 @@ class TestDamagedRun:
 
     @pytest.mark.parametrize("name", ["state.safetensors", "config.json"])
     @pytest.mark.parametrize("share", [0.0, 0.6])
-    def test_what_it_needs_is_cut_short(self, run, name, share):
+    def test_truncated_required_file_is_named(self, run, name, share):
         """The file is named, and what to do about it."""
         cut(run / name, share)
-        message = refused(*TINY_RUN, "--out", run, told=[name, "damaged"])
+        message = assert_error(*TINY_RUN, "--out", run, expected=[name, "damaged"])
         assert "--out" in message or "Remove" in message
 
-    def test_a_config_that_may_not_be_read(self, run, monkeypatch):
+    def test_unreadable_config(self, run, monkeypatch):
         """It may be whole."""
         unreadable(monkeypatch, "config.json")
-        message = refused(*TINY_RUN, "--out", run, told=["config.json: Permission denied. Make it readable, or choose"])
+        message = assert_error(
+            *TINY_RUN, "--out", run, expected=["config.json: Permission denied. Make it readable, or choose"]
+        )
         assert "Remove" not in message
 
     @pytest.mark.parametrize("name", ["matrix.json", "environment.json", "weights.safetensors"])
-    def test_what_it_can_do_without_is_gone(self, run, name, complete):
+    def test_missing_optional_files_are_tolerated(self, run, name, complete):
         (run / name).unlink()
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         if name != "environment.json":
             assert files_of(run).keys() == files_of(complete).keys()
 
-    def test_a_matrix_cut_short_is_made_again(self, run, complete):
+    def test_truncated_matrix_is_rebuilt(self, run, complete):
         cut(run / "matrix.json")
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert (run / "matrix.json").read_bytes() == (complete / "matrix.json").read_bytes()
 
-    def test_a_journal_cut_short_is_completed(self, run, complete):
+    def test_truncated_journal_is_completed(self, run, complete):
         cut(run / "journal.jsonl", 0.9)
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
@@ -254,40 +260,42 @@ class TestDamagedRun:
     @pytest.mark.parametrize(
         "content", ["broken\n{}\n", '{"a": 1}\n{"b": 2}\n', '{"event": "epoch", "stage": "two"}\n']
     )
-    def test_a_foreign_journal_begins_anew(self, run, complete, content):
+    def test_foreign_journal_is_restarted(self, run, complete, content):
         (run / "journal.jsonl").write_text(content)
         with pytest.warns(JournalWarning, match=r"journal\.jsonl:1 is damaged"):
             assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
-    def test_a_journal_of_half_a_line_is_completed(self, run, complete):
+    def test_journal_of_half_a_line_is_completed(self, run, complete):
         (run / "journal.jsonl").write_text("\0")
         assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
-    def test_a_journal_that_is_gone_begins_anew(self, run, complete):
+    def test_missing_journal_is_restarted(self, run, complete):
         (run / "journal.jsonl").unlink()
         with pytest.warns(JournalWarning, match=r"journal\.jsonl is missing"):
             assert ratp(*TINY_RUN, "--out", run, "-q").code == 0
         assert journal_of(run, "stage_finished") == journal_of(complete, "stage_finished")
 
-    def test_a_complete_run_without_its_state_is_not_thrown_away(self, run):
+    def test_complete_run_without_state_is_kept(self, run):
         """Deleted to save room, say: its results stay, whether the command is refused or has nothing to do."""
         (run / "state.safetensors").unlink()
         before = files_of(run)
         assert ratp(*TINY_RUN, "--out", run, "-q").code in (0, 2)
         assert {name: files_of(run)[name] for name in before} == before
 
-    def test_a_state_that_is_none_of_ours(self, run):
+    def test_foreign_state(self, run):
         from safetensors.torch import save_file
         from torch import zeros
 
         save_file({"x": zeros(2)}, run / "state.safetensors")
-        refused(*TINY_RUN, "--out", run, told=["state.safetensors", "does not fit this run", "Remove the folder"])
+        assert_error(
+            *TINY_RUN, "--out", run, expected=["state.safetensors", "does not fit this run", "Remove the folder"]
+        )
 
     @pytest.mark.parametrize("metadata", ["matrix", "stage_events"])
     @pytest.mark.parametrize("value", [{}, "[", 5])
-    def test_a_state_with_nonsense_about_it(self, run, metadata, value):
+    def test_state_with_invalid_metadata(self, run, metadata, value):
         from safetensors import safe_open
         from safetensors.torch import save_file
 
@@ -300,7 +308,7 @@ class TestDamagedRun:
         assert result.code == 0 or (result.code == 2 and "state.safetensors" in result.err)
 
     @pytest.mark.faults(6, "a state of another shape is refused and named")
-    def test_a_state_of_another_shape(self, run):
+    def test_state_of_another_shape_is_refused(self, run):
         """Hand-edited: everything says it belongs, but the tensors do not fit."""
         tensors, about = read_tensors(run / "state.safetensors")
         tensors["network.classifier.weight"] = torch.zeros(3, 3)
@@ -313,38 +321,38 @@ class TestDamagedRun:
 
 class TestReport:
     @pytest.mark.parametrize("path", ["nowhere", "runs/demo"])
-    def test_what_does_not_exist(self, path):
-        refused("report", path, told=[path, "does not exist", "ratp run"])
+    def test_missing_path(self, path):
+        assert_error("report", path, expected=[path, "does not exist", "ratp run"])
 
     def test_an_empty_folder(self):
         os.mkdir("empty")
-        refused("report", "empty", told=["empty", "no run"])
+        assert_error("report", "empty", expected=["empty", "no run"])
 
     @pytest.mark.parametrize("content", [b"just text\n", b"\x89PNG\r\n\x1a\n\0", b'{"name": "x"}'])
-    def test_a_file_that_is_no_result(self, content):
-        """Whatever it is, the user is told what can be reported."""
+    def test_file_that_is_not_a_result(self, content):
+        """The message always says what can be reported."""
         with open("notes.txt", "wb") as file:
             file.write(content)
-        refused("report", "notes.txt", told=["notes.txt", "run directory"])
+        assert_error("report", "notes.txt", expected=["notes.txt", "run directory"])
 
     @pytest.mark.parametrize("name", ["config.json", "environment.json", "matrix.json"])
     @pytest.mark.parametrize("share", [0.0, 0.5])
-    def test_a_file_of_a_run_is_cut_short(self, run, name, share):
+    def test_truncated_run_file_is_named(self, run, name, share):
         cut(run / name, share)
-        refused("report", run, told=[f"run/{name}", "damaged"])
+        assert_error("report", run, expected=[f"run/{name}", "damaged"])
 
     @pytest.mark.parametrize("name", ["environment.json", "matrix.json", "journal.jsonl"])
-    def test_a_file_of_a_run_is_gone(self, run, name):
+    def test_missing_run_file_is_named(self, run, name):
         (run / name).unlink()
-        refused("report", run, told=[f"run/{name}"])
+        assert_error("report", run, expected=[f"run/{name}"])
 
     def test_a_journal_damaged_in_the_middle(self, run):
         lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
         (run / "journal.jsonl").write_text("".join([lines[0], lines[1][:20] + "\n", *lines[2:]]))
-        refused("report", run, told=["journal.jsonl:2", "damaged"])
+        assert_error("report", run, expected=["journal.jsonl:2", "damaged"])
 
     @pytest.mark.parametrize("seconds", ["soon", None])
-    def test_a_journal_with_nonsense_in_it(self, run, seconds):
+    def test_journal_with_invalid_events(self, run, seconds):
         lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
         for line in lines:
             if line["event"] == "stage_finished":
@@ -353,7 +361,7 @@ class TestReport:
         result = ratp("report", run, "-q")
         assert result.code == 0 or (result.code == 2 and "journal" in result.err)
 
-    def test_samples_cut_short_cost_a_picture(self, run):
+    def test_truncated_samples_only_drop_the_picture(self, run):
         (run / "samples.safetensors").write_bytes(b"\0" * 20)
         with pytest.warns(PictureWarning, match="a picture is left out: run/samples.safetensors is damaged"):
             assert ratp("report", run, "-q").code == 0
@@ -361,18 +369,24 @@ class TestReport:
     def test_another_schema(self, run):
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "schema": 99}))
-        refused("report", run, told=["schema 99"])
+        assert_error("report", run, expected=["schema 99"])
 
     def test_one_bad_run_among_good_ones(self, complete):
-        refused(
-            "report", complete, "nowhere", "--out", "report", "--export", "results", told=["nowhere does not exist"]
+        assert_error(
+            "report", complete, "nowhere", "--out", "report", "--export", "results", expected=["nowhere does not exist"]
         )
 
-    def test_nowhere_to_write(self, complete):
+    def test_unwritable_report_folder(self, complete):
         with open("file", "w") as file:
             file.write("mine")
-        refused("report", complete, "--out", "file/report", told=["file/report", "Not a directory"])
-        refused("report", complete, "--out", "file", told=["file"])
-        refused(
-            "report", complete, "--export", "file/results", "--out", "report", told=["file/results", "Not a directory"]
+        assert_error("report", complete, "--out", "file/report", expected=["file/report", "Not a directory"])
+        assert_error("report", complete, "--out", "file", expected=["file"])
+        assert_error(
+            "report",
+            complete,
+            "--export",
+            "file/results",
+            "--out",
+            "report",
+            expected=["file/results", "Not a directory"],
         )

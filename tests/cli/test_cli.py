@@ -60,7 +60,7 @@ def done(tmp_path_factory):
     return folder
 
 
-def plain(text):
+def is_plain_text(text):
     """Whether a file or a pipe can take the text: no colours, no moving about."""
     return not CONTROL.search(text)
 
@@ -69,7 +69,7 @@ class TestRun:
     def test_it_shows_its_stages_and_its_matrix(self):
         result = ratp("run", *SOURCE_ONLY)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         (folder,) = os.listdir("runs")
         assert re.fullmatch(r"demo-source-only-2022-[0-9a-f]{8}", folder)
         for stage, domain in enumerate(("scan", "photo", "font", "street"), start=1):
@@ -88,7 +88,7 @@ class TestRun:
         assert journal_of(tmp_path / "run", "probe")
         assert "Unfamiliar" in result.out
 
-    def test_json_is_one_document_and_all_there_is(self, tmp_path):
+    def test_json_output_is_one_document(self, tmp_path):
         result = ratp("run", *SOURCE_ONLY, "--json", "--out", tmp_path / "run")
         assert (result.code, result.err) == (0, "")
         data = json.loads(result.out)
@@ -100,22 +100,22 @@ class TestRun:
         assert (result.code, result.out, result.err) == (0, "", "")
         assert (tmp_path / "run" / "weights.safetensors").exists()
 
-    def test_every_plan_has_a_folder_of_its_own(self):
+    def test_each_plan_has_its_own_folder(self):
         for extra in ([], ["--seed", "7"], ["--set", "lr=0.5"], ["--order", "reverse"]):
             assert ratp("run", *SOURCE_ONLY, *extra, "-q").code == 0
         assert len(os.listdir("runs")) == 4
 
-    def test_the_same_command_finds_its_run_again(self):
+    def test_same_command_finds_its_run(self):
         for _ in range(2):
             assert ratp("run", *SOURCE_ONLY, "-q").code == 0
         assert len(os.listdir("runs")) == 1
 
-    def test_the_usual_run_has_a_plain_name(self, monkeypatch):
+    def test_default_run_has_a_short_name(self, monkeypatch):
         monkeypatch.setattr(Run, "events", lambda self: (event for event in ()))
         monkeypatch.setattr(Run, "record", lambda self: print(self.folder) or Mock(rollbacks=()))
         assert ratp("run", "--method", "source-only", "-q").out == "runs/demo-source-only-2022\n"
 
-    def test_a_complete_run_is_said_to_be_complete(self, done):
+    def test_complete_run_is_reported_as_complete(self, done):
         result = ratp("run", *SOURCE_ONLY, "--seed", 1, "--out", done / "seed-1")
         assert result.code == 0
         assert "complete already" in result.err
@@ -128,8 +128,8 @@ class TestRun:
         assert read_run("run").method == "mine"
 
     @pytest.mark.parametrize("name", ["two words", "画像", "a[/b]c", "[bold]x[/bold]", "%s {x}", "-"])
-    def test_any_name_of_a_folder_will_do(self, name, done):
-        """It is printed as it is, whatever it looks like."""
+    def test_any_folder_name_works(self, name, done):
+        """It is printed literally."""
         shutil.copytree(done / "seed-1", name)
         result = ratp("run", *SOURCE_ONLY, "--seed", 1, f"--out={name}")
         assert result.code == 0
@@ -154,12 +154,12 @@ class TestDemo:
         assert sorted(os.listdir("out")) == ["ratp-1", "report", "source-only-1"]
         assert "Comparison" in result.out
         assert "out/report/index.html" in result.err
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         again = ratp("demo", "--out", "out", "--seed", "1", "--device", "cpu", "--json")
         assert [r["config"]["method"] for r in json.loads(again.out)["runs"]] == ["source-only", "ratp"]
         assert again.err == ""
 
-    def test_all_bad_seeds_are_told_before_anything_is_run(self):
+    def test_all_bad_seeds_are_reported_before_running(self):
         result = ratp("demo", "--seed", "one", "--seed", "1", "--seed", "two")
         assert result.code == 2
         assert "'one'" in result.err
@@ -183,9 +183,9 @@ class TestReport:
         assert "Unfinished" in result.out
         assert {"index.html", "report.md", "metrics.csv", "report.tex"} <= set(os.listdir(out / "report"))
         assert f"{out / 'report' / 'index.html'}" in result.err.replace("\n", "")
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
 
-    def test_a_damaged_run_in_a_folder_keeps_nobody_from_the_others(self, done, tmp_path):
+    def test_damaged_run_does_not_hide_the_others(self, done, tmp_path):
         folder = shutil.copytree(done, tmp_path / "runs")
         (folder / "seed-2" / "matrix.json").write_text("{")
         result = ratp("report", folder)
@@ -204,7 +204,7 @@ class TestReport:
         assert [run["config"]["seed"] for run in json.loads(folder.out)["runs"]] == [1, 2, 3]
 
     def test_exporting_one_after_another_overwrites_nothing_but_the_same_run(self, done, tmp_path):
-        """Another order, another switch: each has a file of its own, and twice the same only one."""
+        """Another order, another switch: each has its own file, and the same run twice has one."""
         kept = read_run(done / "seed-1")
         reverse = replace(kept.matrix, domains=kept.matrix.domains[::-1])
         others = [
@@ -224,14 +224,14 @@ class TestReport:
         result = ratp("report", done / "seed-1", tmp_path / "copy", "--export", "results", "--out", "report", "-q")
         assert result.code == 2 or len(os.listdir("results")) == 2
 
-    def test_a_folder_of_runs_is_all_of_them(self, done):
+    def test_folder_of_runs_reports_all_of_them(self, done):
         result = ratp("report", done, "--json", "--out", "report")
         data = json.loads(result.out)
         assert (result.code, result.err) == (0, "")
         assert [run["config"]["seed"] for run in data["runs"]] == [1, 2, 3]
         assert data["report"] == "report/index.html"
 
-    def test_it_goes_into_the_first_folder_given(self, done, tmp_path):
+    def test_report_goes_into_first_folder(self, done, tmp_path):
         shutil.copytree(done / "seed-1", tmp_path / "run")
         before = files_of(tmp_path / "run")
         assert ratp("report", tmp_path / "run", "-q").code == 0
@@ -254,7 +254,7 @@ class TestLists:
     def test_a_method_and_its_switches(self, preset):
         result = ratp("methods", "show", "ratp", "--preset", preset)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         for name in as_dict(RaTPConfig()):
             assert name in result.out
         assert METHODS["ratp"].paper.split(",")[0] in result.out
@@ -278,19 +278,19 @@ class TestLists:
         data = json.loads(ratp("streams", "show", "demo", "--out", "sheet.png", "--json").out)
         assert [d["images"] for d in data["domains"]] == [1797, 2400, 2400, 2400]
 
-    def test_every_setting_of_a_stream_can_be_found_out(self):
+    def test_every_stream_setting_is_listed(self):
         """Epochs, steps and rate are set like switches: somewhere they must be listed with their values."""
-        told = ratp("streams", "show", "demo", "--out", "sheet.png").out + ratp("methods", "show", "ratp").out
+        output = ratp("streams", "show", "demo", "--out", "sheet.png").out + ratp("methods", "show", "ratp").out
         for name in ("epochs", "steps", "lr", "batch", "network.width"):
-            assert re.search(rf"(?m)^\s*{name}\s", told), name
+            assert re.search(rf"(?m)^\s*{name}\s", output), name
 
-    def test_the_values_of_a_stream_are_told_without_its_images(self):
+    def test_stream_values_are_listed_without_images(self):
         result = ratp("streams", "show", "pacs", "--data", "nowhere")
         assert result.code == 2
         assert re.search(r"(?m)^network.backbone +resnet50 ", result.out)
         assert "not in nowhere" in result.err
 
-    def test_values_of_a_method_are_those_of_a_stream(self):
+    def test_method_values_can_be_shown_for_a_stream(self):
         small, large = (ratp("methods", "show", "tent", *more).out for more in ([], ["--stream", "pacs"]))
         assert re.search(r"(?m)^step.optimiser +adam ", small)
         assert "--stream pacs shows those for large networks" in small
@@ -299,17 +299,17 @@ class TestLists:
         assert json.loads(ratp("methods", "show", "tent", "--stream", "pacs", "--json").out)["stream"] == "pacs"
         assert "unknown stream 'pacz'" in ratp("methods", "show", "tent", "--stream", "pacz").err
 
-    def test_names_of_switches_are_whole_in_a_narrow_terminal(self, monkeypatch):
+    def test_switch_names_are_not_cut_in_narrow_terminal(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         shown = ratp("methods", "show", "adacon").out
         assert all(f"\nstrong.transform.crop_{name} " in shown for name in ("scale_min", "scale_max", "ratio_max"))
 
-    def test_no_letter_is_lost_at_the_edge_of_a_terminal(self, monkeypatch):
-        """Where the images are missing, the values are told nevertheless."""
+    def test_no_text_is_lost_in_narrow_terminal(self, monkeypatch):
+        """The values are listed even if the images are missing."""
         monkeypatch.setenv("COLUMNS", "80")
-        told = ratp("streams", "show", "pacs").out
+        output = ratp("streams", "show", "pacs").out
         for item in switches(find_stream("pacs").recipe):
-            assert all(word in told for word in item.explanation.split()), item.name
+            assert all(word in output for word in item.explanation.split()), item.name
 
     def test_nothing_in_a_list_is_markup(self, monkeypatch):
         method = type(
@@ -328,32 +328,32 @@ class TestHelp:
         assert ratp("--version") == ratp("--version")
         assert (ratp("--version").code, ratp("--version").out) == (0, f"ratp {__version__}\n")
 
-    def test_nothing_asked_for_is_help(self):
+    def test_no_arguments_print_help(self):
         result = ratp()
         assert result.code == 0
         for command in ("demo", "run", "report", "methods", "streams", "doctor"):
             assert command in result.out
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
 
     @pytest.mark.parametrize(
         "words", [["run"], ["demo"], ["report"], ["methods"], ["methods", "show"], ["streams"], ["doctor"]]
     )
-    def test_every_command_explains_itself(self, words):
+    def test_every_command_has_help(self, words):
         result = ratp(*words, "--help")
         assert result.code == 0
         assert "Usage: " in result.out
-        assert plain(result.out)
+        assert is_plain_text(result.out)
 
-    def test_names_of_options_are_whole_in_a_narrow_terminal(self, monkeypatch):
+    def test_option_names_are_not_cut_in_narrow_terminal(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
-        told = ratp("run", "--help").out
-        assert "--no-reuse-source" in told
-        assert "cuda:0,cuda:2, …" in told
-        assert told.count("…") == 1
+        output = ratp("run", "--help").out
+        assert "--no-reuse-source" in output
+        assert "cuda:0,cuda:2, …" in output
+        assert output.count("…") == 1
 
 
 class TestInterruption:
-    def test_control_c_says_how_to_go_on(self, monkeypatch):
+    def test_ctrl_c_says_how_to_continue(self, monkeypatch):
         def interrupted(self):
             raise KeyboardInterrupt
             yield
@@ -375,14 +375,14 @@ def _stopped_in_a_class(words):
 
 
 @pytest.mark.parametrize("stopped", [_stopped, _stopped_in_a_class])
-def test_control_c_before_a_command_began(stopped, monkeypatch):
+def test_ctrl_c_before_command_starts(stopped, monkeypatch):
     """While modules are still being loaded, say."""
     monkeypatch.setattr(sys.modules[main.__module__], "spread_targets", stopped)
     ended = ratp("run")
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
-def test_it_is_a_program():
+def test_runs_as_module():
     command = [sys.executable, "-m", "ratp", "run", "dmo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -391,7 +391,7 @@ def test_it_is_a_program():
 
 
 @pytest.mark.parametrize("words", [["methods", "show", "ratp"], ["streams"], ["doctor"], ["methods", "--json"]])
-def test_a_pipe_that_takes_little_is_no_trouble(words, monkeypatch):
+def test_ascii_pipe_gets_replacements(words, monkeypatch):
     """An encoding without × or ✓ gets something else in their place."""
     taken = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "argv", ["ratp", *words])
@@ -407,7 +407,7 @@ def test_a_pipe_that_takes_little_is_no_trouble(words, monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["methods"], ["methods", "--json"]])
 @pytest.mark.faults(4, "no room for what is printed: one line says so")
-def test_no_room_for_what_is_printed(words):
+def test_full_disk_on_stdout(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ratp", *words]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.made_images import encoded, picture, png, put, zipped
+from data.made_images import encode, make_picture, png, write_files, write_zip
 from helpers import files_of, ratp
 from loopback import Answer, running
 from ratp.data import catalogue as sources
@@ -98,16 +98,16 @@ class TestGet:
             first = Image.open(io.BytesIO(archive.read("mnist/0/00000.png")))
         assert (np.asarray(first) == IMAGES[0]).all()
 
-    def test_what_is_there_is_said_and_left_alone(self, mnist, server):
+    def test_present_domain_is_reported_and_kept(self, mnist, server):
         assert ratp("data", "get", "mnist").code == 0
-        before, asked = files_of(Path("data")), len(server.log)
+        before, request_count = files_of(Path("data")), len(server.log)
         result = ratp("data", "get", "digits/mnist")
         assert (result.code, result.out) == (0, "digits/mnist: there already, data/digits/mnist.zip\n")
         assert files_of(Path("data")) == before
-        assert len(server.log) == asked
+        assert len(server.log) == request_count
 
-    def test_a_folder_of_images_counts_as_there(self, mnist, server):
-        put(Path("data/digits/mnist"), {"0/1.png": png()})
+    def test_folder_of_images_counts_as_present(self, mnist, server):
+        write_files(Path("data/digits/mnist"), {"0/1.png": png()})
         assert ratp("data", "get", "mnist").out == "digits/mnist: there already, data/digits/mnist\n"
         assert not server.log
 
@@ -117,7 +117,7 @@ class TestGet:
         assert ratp("data", "get", "mnist", *(["--data", "mine"] if way == "option" else [])).code == 0
         assert os.listdir() == ["mine" if way == "option" else "elsewhere"]
 
-    def test_what_needs_a_browser_is_explained_and_the_rest_fetched(self, only_mnist):
+    def test_manual_downloads_are_explained_and_rest_fetched(self, only_mnist):
         result = ratp("data", "get", "digits", "--data", "my data")
         assert result.code == 1
         assert Path("my data/digits/mnist.zip").exists()
@@ -127,19 +127,19 @@ class TestGet:
         assert "\n  ratp data build mnist-m --data 'my data'\n" in result.err
         assert "FOLDER" not in result.err
 
-    def test_one_way_for_several_domains_is_printed_once(self):
+    def test_shared_instructions_are_printed_once(self):
         result = ratp("data", "get", "pacs")
         assert result.code == 1
         assert "pacs/photo, pacs/art_painting, pacs/cartoon, pacs/sketch: cannot be downloaded" in result.err
         assert result.err.count("ratp data import pacs pacs_data.zip --data data") == 1
         assert os.listdir() == []
 
-    def test_a_built_set_is_said_to_be_one(self, only_mnist):
+    def test_built_set_is_reported_as_built(self, only_mnist):
         assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
         result = ratp("data", "get", "syn")
         assert result.out == "digits/syn: there already, data/digits/syn.zip (rebuilt: syn 1, seed 3)\n"
 
-    def test_a_download_that_fails(self, mnist):
+    def test_failed_download(self, mnist):
         mnist("labels", Answer(status=404))
         result = ratp("data", "get", "mnist")
         assert (result.code, result.out) == (1, "")
@@ -148,7 +148,7 @@ class TestGet:
         assert "ratp data import mnist F --data data" in result.err
         assert not Path("data/digits").exists()
 
-    def test_one_that_fails_does_not_keep_the_others_from_coming(self, mnist, monkeypatch):
+    def test_failed_download_does_not_stop_others(self, mnist, monkeypatch):
         broken = DomainSource("svhn", (SourceFile("x", ("http://127.0.0.1:1/x",)),), manual="By hand: so")
         monkeypatch.setattr("ratp.data.catalogue.download.time.sleep", lambda _: None)
         digits(monkeypatch, svhn=broken, mnist=data_set("digits").domains["mnist"])
@@ -157,14 +157,14 @@ class TestGet:
         assert result.out.startswith("digits/mnist: 1,000 images")
         assert "digits/svhn: could not download x" in result.err
 
-    def test_wrong_bytes_are_not_taken(self, mnist):
+    def test_wrong_bytes_are_rejected(self, mnist):
         mnist("images", Answer(WEB["images"][:-1] + b"!"))
         result = ratp("data", "get", "mnist")
         assert result.code == 1
         assert "expected a file with sha256" in result.err
         assert not Path("data/digits").exists()
 
-    def test_ctrl_c_ends_with_a_line_and_the_next_call_goes_on(self, mnist, server):
+    def test_ctrl_c_prints_a_line_and_next_call_resumes(self, mnist, server):
         """A real signal in the middle of the file."""
 
         part = Path("data/downloads/digits/images.part").absolute()
@@ -202,7 +202,7 @@ class TestGet:
         result = ratp("data", "get", "mnist", "--quiet")
         assert (result.code, result.out, result.err) == (0, "", "")
 
-    def test_a_folder_that_cannot_be_made(self, mnist):
+    def test_folder_that_cannot_be_created(self, mnist):
         Path("file").write_text("mine")
         result = ratp("data", "get", "mnist", "--data", "file/x")
         assert (result.code, result.out) == (2, "")
@@ -210,7 +210,7 @@ class TestGet:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["get", "mnits"], ["unknown data set or domain 'mnits'", "Did you mean 'mnist'?"]),
         (["get", "sketch"], ["2 data sets", "pacs/sketch or domainnet/sketch"]),
@@ -227,11 +227,11 @@ class TestGet:
         (["build", "syn", "--fonts", "nowhere"], ["no font that writes the ten figures in nowhere"]),
     ],
 )
-def test_what_makes_no_sense(words, told):
+def test_invalid_arguments(words, expected):
     result = ratp("data", *words)
     assert (result.code, result.out) == (2, "")
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
-    for text in told:
+    for text in expected:
         assert text in result.err
     assert os.listdir() == []
 
@@ -239,26 +239,26 @@ def test_what_makes_no_sense(words, told):
 class TestImport:
     @pytest.fixture
     def files(self):
-        put(Path(), {f"{name}-idx": body for name, body in WEB.items()})
+        write_files(Path(), {f"{name}-idx": body for name, body in WEB.items()})
         return [f"{name}-idx" for name in WEB]
 
     @pytest.fixture
     def pacs(self, tmp_path):
         """PACS as it is published, small: a zip with a folder around it."""
         members = {
-            f"PACS/kfold/{domain}/{label}/pic.jpg": encoded(picture(seed=k), "JPEG")
+            f"PACS/kfold/{domain}/{label}/pic.jpg": encode(make_picture(seed=k), "JPEG")
             for k, (domain, label) in enumerate(
                 (domain, label) for domain in data_set("pacs").domains for label in PACS_CLASSES
             )
         }
-        return zipped(tmp_path / "PACS.zip", members), members
+        return write_zip(tmp_path / "PACS.zip", members), members
 
     def test_a_domain(self, files):
         result = ratp("data", "import", "mnist", *files, "--data", "d")
         assert (result.code, result.out) == (0, "digits/mnist: 1,000 images in 10 classes, d/digits/mnist.zip\n")
         assert "mnist has 1,000 images; it was published with 60,000." in result.err
 
-    def test_what_is_there_is_replaced_only_when_asked(self, files):
+    def test_existing_domain_is_replaced_only_on_request(self, files):
         assert ratp("data", "import", "mnist", *files, "-q").code == 0
         before = files_of(Path("data"))
         result = ratp("data", "import", "mnist", *files)
@@ -282,7 +282,7 @@ class TestImport:
                 assert all(name.endswith(".jpg") for name in archive.namelist())
             assert found == {label: members[f"PACS/kfold/{domain}/{label}/pic.jpg"] for label in PACS_CLASSES}
 
-    def test_of_a_set_what_is_there_is_left_alone(self, pacs):
+    def test_present_domains_of_a_set_are_kept(self, pacs):
         assert ratp("data", "import", "pacs/photo", pacs[0], "-q").code == 0
         os.utime("data/pacs/photo.zip", (1, 1))
         result = ratp("data", "import", "pacs", pacs[0])
@@ -292,15 +292,17 @@ class TestImport:
         assert ratp("data", "import", "pacs", pacs[0], "--replace", "-q").code == 0
         assert os.path.getmtime("data/pacs/photo.zip") != 1
 
-    def test_what_is_missing_of_a_set_is_said(self, tmp_path):
-        given = put(tmp_path / "given", {"photo/dog/1.png": png(), "cartoon/dog/1.png": png(1)})
+    def test_missing_domains_of_a_set_are_reported(self, tmp_path):
+        given = write_files(tmp_path / "given", {"photo/dog/1.png": png(), "cartoon/dog/1.png": png(1)})
         result = ratp("data", "import", "pacs", given)
         assert result.code == 0
         assert sorted(os.listdir("data/pacs")) == ["cartoon.zip", "photo.zip"]
         assert "Not in these files: art_painting, sketch." in result.err
 
     def test_damaged_images_are_named_or_left_out(self, tmp_path):
-        given = put(tmp_path / "given", {"photo/dog/1.png": png(), "photo/dog/2.png": b"", "sketch/dog/1.png": png(1)})
+        given = write_files(
+            tmp_path / "given", {"photo/dog/1.png": png(), "photo/dog/2.png": b"", "sketch/dog/1.png": png(1)}
+        )
         result = ratp("data", "import", "pacs", given)
         assert result.code == 1
         assert "pacs/photo: 1 of 2 images of 'photo' cannot be read" in result.err
@@ -311,19 +313,19 @@ class TestImport:
         assert "Left out: " in result.err
         assert sorted(os.listdir("data/pacs")) == ["photo.zip", "sketch.zip"]
 
-    def test_nothing_of_the_set(self, tmp_path):
-        given = put(tmp_path / "given", {"cats/dog/1.png": png()})
+    def test_no_domain_of_the_set(self, tmp_path):
+        given = write_files(tmp_path / "given", {"cats/dog/1.png": png()})
         result = ratp("data", "import", "pacs", given)
         assert (result.code, os.listdir()) == (2, [])
         assert "nothing of pacs is there" in result.err
 
-    def test_a_folder_that_cannot_be_written(self, files):
+    def test_unwritable_folder(self, files):
         Path("file").write_text("mine")
         result = ratp("data", "import", "mnist", *files, "--data", "file")
         assert result.code == 2
         assert "cannot write file/digits/mnist.zip: Not a directory" in result.err
 
-    def test_ctrl_c_leaves_nothing_half_made(self, pacs, monkeypatch):
+    def test_ctrl_c_leaves_no_partial_files(self, pacs, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
@@ -344,7 +346,7 @@ class TestImport:
 class TestBuild:
     @pytest.fixture
     def imported(self):
-        put(Path(), {f"{name}-idx": body for name, body in WEB.items()})
+        write_files(Path(), {f"{name}-idx": body for name, body in WEB.items()})
         assert ratp("data", "import", "mnist", "images-idx", "labels-idx", "-q").code == 0
 
     @pytest.mark.parametrize("name", ["mnist-m", "mnist_m", "MNIST-M"])
@@ -357,7 +359,7 @@ class TestBuild:
         assert "not the original release" in result.err
 
     def test_own_photographs(self, imported):
-        put(Path("photos"), {"1.png": png(height=40, width=50)})
+        write_files(Path("photos"), {"1.png": png(height=40, width=50)})
         arguments = ["--count", 20, "--photographs", "photos", "--photographs", "photos/1.png", "--json"]
         result = ratp("data", "build", "mnist-m", *arguments)
         assert (result.code, result.err) == (0, "")
@@ -365,8 +367,8 @@ class TestBuild:
         assert (row["images"], row["origin"]) == (20, "rebuilt: mnist_m 1, seed 0")
         assert row["notes"] == ["mnist_m is rebuilt, not the original release."]
 
-    def test_syn_is_not_built_over_what_is_there(self):
-        put(Path("data/digits"), {"syn.zip": b"the original"})
+    def test_syn_does_not_overwrite_existing(self):
+        write_files(Path("data/digits"), {"syn.zip": b"the original"})
         result = ratp("data", "build", "syn", "--count", 10)
         assert (result.code, result.out) == (2, "")
         assert "data/digits/syn.zip exists already" in result.err
@@ -385,7 +387,7 @@ class TestBuild:
 
 
 class TestOverview:
-    def test_it_says_what_is_there_and_how_to_get_the_rest(self, monkeypatch):
+    def test_overview_lists_present_and_missing_domains(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
         result = ratp("data")

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from data.made_images import put, small_domain
+from data.made_images import make_small_domain, write_files
 from helpers import ratp
 from ratp.data.cache.decoded import open_decoded
 from ratp.data.cache.store import cache_entries
@@ -20,7 +20,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RATP_CACHE", str(folder))
     monkeypatch.setenv("COLUMNS", "80")
     for number, name in enumerate(("[old]", "new")):
-        open_decoded(put(tmp_path / name, small_domain()), 64, cache=folder)
+        open_decoded(write_files(tmp_path / name, make_small_domain()), 64, cache=folder)
         entry = next(entry for entry in cache_entries(folder) if entry.name == name)
         os.utime(folder / "decoded" / f"{entry.key}.json", (1e9 + 86_400 * number,) * 2)
     return folder
@@ -30,7 +30,7 @@ def names(cache):
     return [entry.name for entry in cache_entries(cache)]
 
 
-def test_entries_are_listed_with_the_last_used_first(cache):
+def test_entries_are_listed_most_recent_first(cache):
     result = ratp("data", "cache")
     assert result.code == 0
     header, first, second, last = result.out.splitlines()
@@ -50,7 +50,7 @@ def test_clear(cache):
     assert os.listdir(cache / "decoded") == []
 
 
-def test_clear_takes_what_is_left_behind_empty(cache):
+def test_clear_removes_leftovers(cache):
     assert ratp("data", "cache", "--clear").code == 0
     for name in ("abc.lock", "abc.part-1"):
         (cache / "decoded" / name).touch()
@@ -58,7 +58,7 @@ def test_clear_takes_what_is_left_behind_empty(cache):
     assert os.listdir(cache / "decoded") == []
 
 
-def test_keep_drops_what_was_used_longest_ago(cache):
+def test_keep_drops_least_recently_used(cache):
     one = cache_entries(cache)[1].bytes
     result = ratp("data", "cache", "--keep", (one + 1000) / 2**30)
     assert result.code == 0
@@ -86,13 +86,13 @@ def test_an_empty_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [(["--clear", "--keep", "1"], "one of the two"), (["--keep=-1"], "0 or more"), (["--keep", "nan"], "0 or more")],
 )
-def test_what_makes_no_sense(cache, words, told):
+def test_invalid_arguments(cache, words, expected):
     result = ratp("data", "cache", *words)
     assert (result.code, result.out) == (2, "")
-    assert told in result.err
+    assert expected in result.err
     assert len(names(cache)) == 2
 
 

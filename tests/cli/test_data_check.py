@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data.made_images import closed, encoded, picture, png, put, real_data, small_domain, zipped
+from data.made_images import closed, encode, make_picture, make_small_domain, png, real_data, write_files, write_zip
 from helpers import files_of, ratp
 from ratp.data.cache.manifest import manifest_from_json
 
@@ -30,10 +30,10 @@ def _elsewhere(tmp_path, monkeypatch):
 def data():
     """A domain, and a set with a twin within a domain and one between domains."""
     os.makedirs("data/pets")
-    zipped(Path("data/pets/photo.zip"), {**small_domain(), "cat/twin.png": TWIN, "dog/twin.png": TWIN})
-    put(Path("data/pets/sketch"), {"cat/1.jpg": encoded(picture(seed=3), "JPEG"), "dog/also.png": TWIN})
-    put(Path("data/new"), {"1.png": png(1), "2.png": png(2), "notes.txt": b"hello"})
-    put(Path("data/downloads/pets"), {"raw.zip": b"half of it"})
+    write_zip(Path("data/pets/photo.zip"), {**make_small_domain(), "cat/twin.png": TWIN, "dog/twin.png": TWIN})
+    write_files(Path("data/pets/sketch"), {"cat/1.jpg": encode(make_picture(seed=3), "JPEG"), "dog/also.png": TWIN})
+    write_files(Path("data/new"), {"1.png": png(1), "2.png": png(2), "notes.txt": b"hello"})
+    write_files(Path("data/downloads/pets"), {"raw.zip": b"half of it"})
     return Path("data")
 
 
@@ -57,23 +57,23 @@ class TestReport:
         assert "downloads" not in result.out
         assert files_of(data) == before
 
-    def test_paths_of_all_kinds_each_once(self, data):
+    def test_each_path_is_checked_once(self, data):
         result = ratp("data", "check", "data/pets/photo.zip", "data/new", "data/pets", "data/pets/sketch")
         assert result.code == 0
         assert re.findall(r"^ *(\w+): \d+ images", result.out, re.MULTILINE) == ["photo", "new", "sketch"]
 
     def test_domains_given_by_themselves_are_compared_wherever_they_lie(self, data):
-        put(Path("elsewhere"), {"cat/1.png": TWIN})
+        write_files(Path("elsewhere"), {"cat/1.png": TWIN})
         result = ratp("data", "check", "data/pets/photo.zip", "elsewhere")
         assert "images in several domains: 1" in result.out
 
     def test_domains_of_different_sets_are_not_compared(self, data):
-        put(Path("data/third/wild"), {"cat/1.png": TWIN})
+        write_files(Path("data/third/wild"), {"cat/1.png": TWIN})
         assert "wild/cat/1.png" not in ratp("data", "check").out
 
-    def test_many_classes_are_broken_between_classes(self):
+    def test_long_class_lists_wrap_between_classes(self):
         names = [f"class number {k}" for k in range(30)]
-        put(Path("many"), {f"{name}/1.png": png(k) for k, name in enumerate(names)})
+        write_files(Path("many"), {f"{name}/1.png": png(k) for k, name in enumerate(names)})
         lines = ratp("data", "check", "many").out.splitlines()
         assert max(map(len, lines)) <= 80
         listed = [line for line in lines if "class number" in line]
@@ -81,13 +81,13 @@ class TestReport:
         assert all(line.rstrip(",").endswith(" 1") for line in listed)
 
     @pytest.mark.parametrize("name", ["[red]x", "画像" * 20, "a b" * 40])
-    def test_names_are_printed_as_they_are(self, name):
-        put(Path("own"), {f"{name}/1.png": png()})
+    def test_names_are_printed_literally(self, name):
+        write_files(Path("own"), {f"{name}/1.png": png()})
         result = ratp("data", "check", "own")
         assert result.code == 0
         assert name.replace(" ", "") in re.sub(r"\s", "", result.out)
 
-    def test_a_built_set_says_so(self):
+    def test_built_set_is_labelled(self):
         assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
         result = ratp("data", "check")
         assert "    rebuilt: syn 1, seed 3, not the published images" in result.out.splitlines()
@@ -96,9 +96,9 @@ class TestReport:
         assert (ratp("data", "check", "-q").out, ratp("data", "check", "-q").err) == ("", "")
         assert ratp("data", "check").err == "checking images: 12 images\n"
 
-    def test_a_folder_that_cannot_be_read_hides_no_domain(self, monkeypatch):
+    def test_unreadable_folder_hides_no_domain(self, monkeypatch):
         for name in ("day", "rain", "fog"):
-            put(Path("pics", name), small_domain())
+            write_files(Path("pics", name), make_small_domain())
         closed(monkeypatch, "fog")
         result = ratp("data", "check", "pics")
         assert result.code == 1
@@ -106,8 +106,8 @@ class TestReport:
         assert {"  day: 6 images, 2 classes", "  rain: 6 images, 2 classes", "  fog: cannot be read"} <= {*lines}
         assert "    cannot read the folder pics/fog: Permission denied." in lines
 
-    def test_a_class_that_cannot_be_read_is_named(self, monkeypatch):
-        put(Path("pics"), small_domain(("cat", "cow", "dog")))
+    def test_unreadable_class_is_named(self, monkeypatch):
+        write_files(Path("pics"), make_small_domain(("cat", "cow", "dog")))
         closed(monkeypatch, "cow")
         result = ratp("data", "check", "pics")
         assert result.code == 1
@@ -116,17 +116,17 @@ class TestReport:
     def test_classes_with_folders_are_classes(self):
         """As they are for ``ratp run``."""
         names = ["dog/2024/1.png", "dog/2025/2.png", "guitar/3.png", "house/4.png"]
-        put(Path("pics"), {name: png(k) for k, name in enumerate(names)})
+        write_files(Path("pics"), {name: png(k) for k, name in enumerate(names)})
         lines = ratp("data", "check", "pics").out.splitlines()
         assert lines[:2] == ["pics: 4 images, 3 classes", "  images per class: dog 2, guitar 1, house 1"]
         assert "folders within a class belong to it: 'dog/2024', 'dog/2025'." in " ".join(" ".join(lines).split())
 
-    def test_what_may_be_meant_as_an_image_is_told(self):
-        put(Path("pics"), {**small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
+    def test_possible_images_are_reported(self):
+        write_files(Path("pics"), {**make_small_domain(), "cat/1.heic": b"x", "dog/2.HEIC": b"x", "cat/0.txt": b"x"})
         result = ratp("data", "check", "pics")
         assert result.code == 0
-        told = "2 files skipped, unsupported format: .heic (2)."
-        assert told in " ".join(result.out.split())
+        expected = "2 files skipped, unsupported format: .heic (2)."
+        assert expected in " ".join(result.out.split())
         (domain,) = json.loads(ratp("data", "check", "pics", "--json").out)["sets"][0]["domains"]
         assert domain["passed_over"] == ["cat/1.heic", "dog/2.HEIC"]
 
@@ -134,11 +134,11 @@ class TestReport:
 class TestDamage:
     @pytest.fixture
     def damaged(self, data):
-        put(data, {"pets/sketch/cat/cut.png": png()[:-40], "pets/sketch/dog/empty.jpg": b""})
+        write_files(data, {"pets/sketch/cat/cut.png": png()[:-40], "pets/sketch/dog/empty.jpg": b""})
         (data / "pets" / "broken.zip").write_bytes(b"PK no zip")
         return data
 
-    def test_it_is_named_and_the_exit_code_tells(self, damaged):
+    def test_damage_is_named_and_sets_exit_code(self, damaged):
         result = ratp("data", "check")
         assert result.code == 1
         lines = result.out.splitlines()
@@ -150,7 +150,7 @@ class TestDamage:
         assert lines[-1] == "3 domains, 12 images, 3 unusable"
         assert "Traceback" not in result.err
 
-    def test_quiet_still_tells_by_its_exit_code(self, damaged):
+    def test_quiet_keeps_exit_code(self, damaged):
         result = ratp("data", "check", "--quiet")
         assert (result.code, result.out, result.err) == (1, "", "")
 
@@ -177,7 +177,7 @@ class TestDamage:
         assert data["domains"][0]["classes"] is None
 
 
-def test_the_number_of_processes_changes_nothing(data):
+def test_number_of_processes_does_not_matter(data):
     results = [ratp("data", "check", "--json", "--workers", workers).out for workers in (1, 2)]
     assert results[0] == results[1]
 
@@ -191,14 +191,14 @@ def test_manifests_are_written(data):
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
+def test_manifest_cannot_go_to_stdout_with_output(data, more):
     result = ratp("data", "check", "--out", "-", *more)
     assert (result.code, result.out) == (2, "")
     assert "goes to standard output. Choose another file with --out." in result.err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ([], ["there is no data folder data", "--data FOLDER", "RATP_DATA", "ratp data get digits"]),
         (["--data", "nowhere"], ["there is no data folder nowhere"]),
@@ -208,17 +208,17 @@ def test_manifests_are_not_mixed_up_with_what_is_printed(data, more):
         (["pets", "--out", "empty"], ["cannot write empty: it is a folder"]),
     ],
 )
-def test_what_makes_no_sense(words, told):
+def test_invalid_arguments(words, expected):
     os.mkdir("empty")
-    put(Path("pets"), small_domain())
+    write_files(Path("pets"), make_small_domain())
     result = ratp("data", "check", *words)
     assert (result.code, result.out) == (2, "")
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
-    for text in told:
+    for text in expected:
         assert text in result.err
 
 
-def test_a_file_that_is_no_domain():
+def test_file_that_is_not_a_domain():
     Path("notes.txt").write_text("hello")
     result = ratp("data", "check", "notes.txt")
     assert result.code == 1

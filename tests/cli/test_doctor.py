@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import TINY_OPTIONS, ratp
-from own_images import images, zipped
+from own_images import image_files, write_zip
 from ratp import __version__
 from ratp._core.locks import exclusive
 from ratp.cli import doctor as doctor_folders
@@ -36,8 +36,8 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def told(*options, code=0):
-    """The findings by what was looked at; of several the last."""
+def run_doctor(*options, code=0):
+    """The findings by check; the last of several."""
     result = ratp("doctor", "--json", *options)
     assert (result.code, result.err) == (code, "")
     data = json.loads(result.out)
@@ -56,12 +56,12 @@ def test_a_healthy_machine_is_shown_within_80_columns(here, monkeypatch):
 
 
 def test_it_writes_nothing(here):
-    told()
+    run_doctor()
     assert list(here.parent.rglob("*")) == [here]
 
 
 class TestVersions:
-    def test_what_is_missing_or_too_old_blocks(self, monkeypatch):
+    def test_missing_or_old_packages_block(self, monkeypatch):
         installed = {"old": "1.9.3", "new": "1.10", "odd": "2.0.0rc1+cu"}
         monkeypatch.setattr(doctor_machine, "package_version", installed.get)
         found = {f.what: f for f in versions(["old>=1.10", "new>=1.9.9", "odd>=2.0", "gone>=3", "new; extra == 'x'"])}
@@ -70,33 +70,33 @@ class TestVersions:
         assert "1.10 is needed" in found["old"].found
         assert found["gone"].advice == "pip install 'gone>=3'"
 
-    def test_the_command_fails_then(self, monkeypatch):
+    def test_blocking_finding_fails_the_command(self, monkeypatch):
         monkeypatch.setattr(doctor_machine, "package_version", lambda name: None)
-        found = told(code=1)
+        found = run_doctor(code=1)
         assert found["torch"]["advice"].startswith("pip install 'torch>=")
         result = ratp("doctor")
         assert result.code == 1
         assert "must be fixed first" in result.err
 
-    def test_all_that_the_package_needs_is_looked_at(self):
+    def test_all_dependencies_are_checked(self):
         for name in ("torch", "safetensors", "typer", "jinja2"):
-            assert name in told()["packages"]["found"]
-        assert "ray" in told()["optional"]["found"]
+            assert name in run_doctor()["packages"]["found"]
+        assert "ray" in run_doctor()["optional"]["found"]
 
 
 class TestMachine:
-    def test_little_memory_is_said_and_blocks_nothing(self, monkeypatch):
+    def test_low_memory_only_warns(self, monkeypatch):
         monkeypatch.setattr(doctor_machine, "free_memory", lambda: 2**20)
-        found = told()["memory"]
+        found = run_doctor()["memory"]
         assert not found["ok"]
         assert "--jobs 1" in found["advice"]
 
-    def test_a_driver_without_a_torch_for_it(self, monkeypatch, here):
+    def test_driver_without_matching_torch(self, monkeypatch, here):
         (here.parent / "version").write_text("NVRM version: NVIDIA UNIX Module  550.54.15  Tue\n")
         monkeypatch.setattr(doctor_machine, "_DRIVER", here.parent / "version")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert "550.54.15" in told()["gpu"]["found"]
-        assert not told()["gpu"]["ok"]
+        assert "550.54.15" in run_doctor()["gpu"]["found"]
+        assert not run_doctor()["gpu"]["ok"]
 
     @pytest.mark.parametrize(("capability", "precisions"), [((9, 0), "fp32/tf32/bf16"), ((7, 5), "fp32")])
     def test_a_gpu_without_graphs_and_kernels(self, monkeypatch, capability, precisions):
@@ -109,7 +109,7 @@ class TestMachine:
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         monkeypatch.setattr(kernels, "usable", lambda device: False)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
-        found = told()["cuda:0"]
+        found = run_doctor()["cuda:0"]
         assert found["ok"]
         for words in ("Toy 1", "8.0 GiB of 16.0 GiB free", precisions, "no CUDA graphs", "no Triton kernels"):
             assert words in found["found"]
@@ -117,51 +117,53 @@ class TestMachine:
 
     def test_a_full_disk_blocks(self, monkeypatch):
         monkeypatch.setattr(doctor_folders, "LEAST_FREE_DISK", 2**80)
-        assert "free some space" in told(code=1)["folder"]["advice"]
+        assert "free some space" in run_doctor(code=1)["folder"]["advice"]
 
-    def test_a_cache_that_cannot_be_written_is_told_and_blocks_nothing(self, monkeypatch, here):
+    def test_unwritable_cache_only_warns(self, monkeypatch, here):
         (here / "file").write_text("")
         monkeypatch.setenv("RATP_CACHE", str(here / "file" / "cache"))
-        found = told()["cache"]
+        found = run_doctor()["cache"]
         assert not found["ok"]
         assert "RATP_CACHE" in found["advice"]
 
 
 class TestData:
-    def test_none_is_no_obstacle_and_how_to_get_some_is_said(self):
-        found = told()["data"]
+    def test_missing_data_only_advises(self):
+        found = run_doctor()["data"]
         assert not found["ok"]
         assert "ratp data get digits" in found["advice"]
 
-    def test_what_is_missing_is_named_with_the_command(self, here, monkeypatch):
+    def test_missing_domain_is_named_with_command(self, here, monkeypatch):
         monkeypatch.setenv("RATP_DATA", str(here / "mine"))
         for domain in ("photo", "sketch"):
-            zipped(here / "mine" / "pacs" / f"{domain}.zip", images(("dog", "elephant"), count=1))
-        found = told()
+            write_zip(here / "mine" / "pacs" / f"{domain}.zip", image_files(("dog", "elephant"), count=1))
+        found = run_doctor()
         assert found["data"]["ok"]
         assert found["pacs"]["found"] == "2 of 4 domains; missing: art_painting, cartoon"
         assert found["pacs"]["advice"] == "ratp data get pacs"
-        assert found["digits"]["ok"]  # none of them is here: nobody wants them
+        assert found["digits"]["ok"]  # none is present: none is needed
 
     def test_a_damaged_domain(self, here):
         for domain in ("photo", "art_painting", "cartoon", "sketch"):
-            path = zipped(here / "data" / "pacs" / f"{domain}.zip", images(("dog", "elephant"), count=1))
-        assert told()["pacs"]["found"] == "all 4 domains"
+            path = write_zip(here / "data" / "pacs" / f"{domain}.zip", image_files(("dog", "elephant"), count=1))
+        assert run_doctor()["pacs"]["found"] == "all 4 domains"
         path.write_bytes(path.read_bytes()[:-30])
-        assert told()["pacs/sketch"]["advice"] == (
+        assert run_doctor()["pacs/sketch"]["advice"] == (
             "move it away and run ratp data get pacs/sketch, or restore it from a copy"
         )
 
-    def test_nothing_is_to_be_removed_for_a_bad_image(self, here):
-        path = zipped(here / "data" / "pacs" / "photo.zip", images(("dog", "elephant"), count=1) | {"dog/bad.png": b""})
-        found = told("--thorough")["pacs/photo"]
+    def test_bad_image_advice_removes_nothing(self, here):
+        path = write_zip(
+            here / "data" / "pacs" / "photo.zip", image_files(("dog", "elephant"), count=1) | {"dog/bad.png": b""}
+        )
+        found = run_doctor("--thorough")["pacs/photo"]
         assert found["found"] == "1 of 3 images cannot be used"
         assert found["advice"] == f"ratp data check {path.relative_to(here)} names them"
 
-    def test_only_a_thorough_look_counts_images(self, here):
-        zipped(here / "data" / "pacs" / "photo.zip", images(("dog", "elephant"), count=1))
-        assert "pacs/photo" not in told()
-        found = told("--thorough")["pacs/photo"]
+    def test_only_thorough_check_counts_images(self, here):
+        write_zip(here / "data" / "pacs" / "photo.zip", image_files(("dog", "elephant"), count=1))
+        assert "pacs/photo" not in run_doctor()
+        found = run_doctor("--thorough")["pacs/photo"]
         assert found["ok"]
         assert "2 of 1,670 published images" in found["found"]
 
@@ -169,71 +171,71 @@ class TestData:
 class TestCache:
     @pytest.fixture
     def entry(self, here):
-        path = zipped(here.parent / "pictures.zip", images(("a", "b"), count=2))
+        path = write_zip(here.parent / "pictures.zip", image_files(("a", "b"), count=2))
         open_decoded(path, 16)
         return here.parent / "cache" / "decoded"
 
-    def test_it_is_counted_and_not_used(self, entry):
+    def test_cache_is_counted_but_not_used(self, entry):
         before = {path: path.stat().st_mtime_ns for path in entry.iterdir()}
-        assert told()["decoded"]["found"].startswith("1 domains decoded")
-        assert told()["decoded"]["ok"]
+        assert run_doctor()["decoded"]["found"].startswith("1 domains decoded")
+        assert run_doctor()["decoded"]["ok"]
         assert {path: path.stat().st_mtime_ns for path in entry.iterdir()} == before
 
     @pytest.mark.parametrize("ending", ["manifest.json", "images"])
-    def test_damage_is_found_and_the_command_clears_it(self, entry, ending):
+    def test_damage_is_found_and_advice_clears_it(self, entry, ending):
         (path,) = entry.glob(f"*.{ending}")
         path.write_bytes(path.read_bytes()[:-1])
-        found = told()["decoded"]
+        found = run_doctor()["decoded"]
         assert "1 damaged" in found["found"]
         assert "ratp data cache --clear" in found["advice"]
         assert ratp("data", "cache", "--clear", "--quiet").code == 0
-        assert told()["decoded"]["ok"]
+        assert run_doctor()["decoded"]["ok"]
 
-    def test_what_a_killed_writer_left(self, entry):
+    def test_leftovers_of_killed_writer(self, entry):
         (entry / "0123.part-abc").write_bytes(b"0" * 100)
-        assert "1 damaged or incomplete" in told()["decoded"]["found"]
+        assert "1 damaged or incomplete" in run_doctor()["decoded"]["found"]
 
     def test_source_networks(self, here):
         folder = here.parent / "cache" / "source-models"
         assert ratp(*RUN, "--out", "run").code == 0
         (network,) = folder.glob("*.safetensors")
-        assert told()["networks"]["found"].startswith("1 source networks kept")
+        assert run_doctor()["networks"]["found"].startswith("1 source networks kept")
         network.write_bytes(network.read_bytes()[:-1])
-        assert told()["networks"]["ok"]
-        assert str(network) in told("--thorough")["networks"]["advice"]
+        assert run_doctor()["networks"]["ok"]
+        assert str(network) in run_doctor("--thorough")["networks"]["advice"]
 
 
 class TestRuns:
-    def test_the_command_that_continues_one_does(self, here):
+    def test_suggested_command_continues_the_run(self, here):
         assert ratp(*RUN, "--seed", "7", "--order", "reverse", "--out", "runs/a b").code == 0
         (here / "runs" / "a b" / "weights.safetensors").unlink()
-        found = told()["unfinished"]
+        found = run_doctor()["unfinished"]
         assert found["found"] == "runs/a b: 4 of 4 stages done"
         command = shlex.split(found["advice"])
         assert command[0] == "ratp"
         assert ratp(*command[1:], "--device", "cpu", "--quiet").code == 0
         assert (here / "runs" / "a b" / "weights.safetensors").exists()
-        assert "unfinished" not in told()
-        assert told()["runs"]["found"] == "1 here: 1 finished, 0 running"
+        assert "unfinished" not in run_doctor()
+        assert run_doctor()["runs"]["found"] == "1 here: 1 finished, 0 running"
 
-    def test_the_command_names_what_is_not_usual(self, here):
+    def test_suggested_command_names_non_defaults(self, here):
         options = ["--order", "street>scan", "--subset", "--guard", "act"]
         assert ratp(*RUN, *options, "--out", "runs/a").code == 0
         (here / "runs" / "a" / "weights.safetensors").unlink()
-        command = shlex.split(told()["unfinished"]["advice"])
+        command = shlex.split(run_doctor()["unfinished"]["advice"])
         assert ratp(*command[1:], "--device", "cpu", "--quiet").code == 0
-        assert "unfinished" not in told()
+        assert "unfinished" not in run_doctor()
 
-    def test_one_of_own_images(self, here):
+    def test_run_on_own_images(self, here):
         shutil.copytree(KEPT / "between-stages", here / "mine")
-        found = told()["unfinished"]
+        found = run_doctor()["unfinished"]
         assert found["found"] == "mine: 2 of 3 stages done"
         assert found["advice"] == "the original command with --out mine"
 
-    def test_one_that_is_running_is_left_alone(self, here):
+    def test_running_run_is_left_alone(self, here):
         shutil.copytree(KEPT / "between-stages", here / "runs" / "a")
         with exclusive(here / "runs" / "a"):
-            found = told()
+            found = run_doctor()
         assert found["runs"]["found"] == "1 here: 0 finished, 1 running"
         assert "unfinished" not in found
 
@@ -242,20 +244,20 @@ class TestRuns:
         (run / "matrix.json").write_text("{")
         (run / ".matrix.json.part-abc").write_text("{")
         (run / ".lock").write_text('{"pid": 1}')
-        found = told()
+        found = run_doctor()
         assert "runs/a/matrix.json is damaged" in found["run"]["found"]
         assert found["locks"]["found"].endswith("processes: a")
         assert found["leftovers"]["found"] == "1 incomplete files in runs"
         assert all(found[name]["advice"] for name in ("run", "locks", "leftovers"))
 
-    def test_one_of_a_study(self, here):
+    def test_run_of_a_study(self, here):
         place = here / "runs" / "studies" / "main" / "x"
         shutil.copytree(KEPT / "between-stages", place)
         (place.parent / "study.json").write_text('{"study": "main"}')
-        assert told()["unfinished"]["advice"] == "ratp study run main.toml (its study)"
+        assert run_doctor()["unfinished"]["advice"] == "ratp study run main.toml (its study)"
 
-    def test_one_of_a_study_in_a_folder_of_another_name(self, here):
+    def test_run_of_a_study_in_renamed_folder(self, here):
         place = here / "runs" / "studies" / "again" / "x"
         shutil.copytree(KEPT / "between-stages", place)
         (place.parent / "study.json").write_text('{"study": "main"}')
-        assert told()["unfinished"]["advice"].startswith("ratp study run main.toml --out runs/studies/again ")
+        assert run_doctor()["unfinished"]["advice"].startswith("ratp study run main.toml --out runs/studies/again ")

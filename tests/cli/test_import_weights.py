@@ -35,24 +35,24 @@ def dtn():
     return backbone.state_dict()
 
 
-def saved(data, name="in.pth", **options):
+def save(data, name="in.pth", **options):
     torch.save(data, name, **options)
     return name
 
 
-def imported(*arguments):
+def run_import(*arguments):
     result = ratp("import-weights", *arguments)
     assert result.code == 0, result
     return result
 
 
-def refused(*arguments, told=(), leaves=False):
+def assert_error(*arguments, expected=(), leaves=False):
     result = ratp("import-weights", *arguments)
     assert (result.code, result.out) == (2, ""), result
     assert "Traceback" not in result.err
     assert result.err.startswith("error: ")
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
-    for words in told:
+    for words in expected:
         assert words in result.err, result.err
     assert OUT.exists() == leaves
     return result.err
@@ -63,8 +63,8 @@ def wrapped(tensors, prefix):
 
 
 class TestKept:
-    def test_what_is_written_is_what_was_saved(self, dtn):
-        result = imported(saved(dtn), OUT)
+    def test_written_weights_equal_saved_ones(self, dtn):
+        result = run_import(save(dtn), OUT)
         tensors, about = read_tensors(OUT)
         assert tensors.keys() == dtn.keys()
         assert all(torch.equal(tensors[name], dtn[name]) for name in dtn)
@@ -81,16 +81,16 @@ class TestKept:
     @pytest.mark.parametrize(
         "keys", [(), ("state_dict",), ("model",), ("net",), ("odd name",), ("model", "state_dict")]
     )
-    def test_it_is_found_wherever_it_lies(self, dtn, prefix, keys):
+    def test_state_dict_is_found_when_nested(self, dtn, prefix, keys):
         data = OrderedDict(wrapped(dtn, prefix))
         for key in keys:
             data = {"epoch": 3, "optimizer": {"state": {0: {"momentum": torch.zeros(3)}}}, key: data, "best": 0.5}
-        imported(saved(data), OUT)
+        run_import(save(data), OUT)
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
-    def test_classifiers_and_other_parts_are_ignored_and_said(self, dtn):
+    def test_ignored_parts_are_reported(self, dtn):
         data = wrapped(dtn, "backbone.") | {"head.weight": torch.zeros(2, 2), "backbone.fc.bias": torch.zeros(2)}
-        result = imported(saved(data), OUT, "--json")
+        result = run_import(save(data), OUT, "--json")
         about = json.loads(result.out)
         assert set(about["ignored"]) == {"head.weight", "backbone.fc.bias"}
         assert about["kept"] == list(dtn)
@@ -103,7 +103,7 @@ class TestKept:
             "fc.weight": torch.zeros(9, 512),
             "fc.bias": torch.zeros(9),
         }
-        result = imported(saved(whole), OUT)
+        result = run_import(save(whole), OUT)
         assert "resnet18" in result.out
         assert "2 (fc.weight, fc.bias)" in result.out
         assert "--set network.backbone=resnet18 --weights out.safetensors" in result.err
@@ -111,29 +111,29 @@ class TestKept:
     def test_parameters_and_views_are_copied_out(self, dtn):
         large = torch.zeros(1000, *dtn["0.weight"].shape)
         data = dtn | {"0.weight": large[3], "0.bias": nn.Parameter(dtn["0.bias"])}
-        imported(saved(data), OUT)
+        run_import(save(data), OUT)
         assert OUT.stat().st_size < 2 * sum(t.numel() * t.element_size() for t in dtn.values())
 
-    def test_the_old_format_of_torch(self, dtn):
-        imported(saved(dtn, _use_new_zipfile_serialization=False), OUT)
+    def test_legacy_torch_format(self, dtn):
+        run_import(save(dtn, _use_new_zipfile_serialization=False), OUT)
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
     def test_a_safetensors_file_with_other_names(self, dtn):
         from safetensors.torch import save_file
 
         save_file(wrapped(dtn, "module."), "in.safetensors")
-        imported("in.safetensors", OUT)
+        run_import("in.safetensors", OUT)
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
     def test_a_model_of_timm(self):
         timm = pytest.importorskip("timm")
         model = timm.create_model("mobilenetv3_small_050")
-        result = imported(saved(model.state_dict()), OUT, "--backbone", "timm:mobilenetv3_small_050")
+        result = run_import(save(model.state_dict()), OUT, "--backbone", "timm:mobilenetv3_small_050")
         assert "2 (classifier.weight, classifier.bias)" in result.out
 
     def test_the_real_weights(self):
         tensors, _ = read_tensors(resnet50_file())
-        imported(saved({"state_dict": wrapped(tensors, "module.")}), OUT, "--backbone", "resnet50")
+        run_import(save({"state_dict": wrapped(tensors, "module.")}), OUT, "--backbone", "resnet50")
         kept, _ = read_tensors(OUT)
         assert kept.keys() == tensors.keys()
         assert all(torch.equal(kept[name], tensors[name]) for name in tensors)
@@ -155,7 +155,9 @@ class TestRefused:
         # the variable by which users tell torch to trust everything
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         data = {"state_dict": dtn, "more": Hostile()}
-        message = refused(saved(data, _use_new_zipfile_serialization=not old), OUT, told=["Nothing in it was run"])
+        message = assert_error(
+            save(data, _use_new_zipfile_serialization=not old), OUT, expected=["Nothing in it was run"]
+        )
         assert len(message.splitlines()) == 1
         assert "system" in message
         assert "weights_only" not in message
@@ -164,13 +166,13 @@ class TestRefused:
     def test_a_bare_hostile_pickle_is_never_run(self):
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
             Path("in.pth").write_bytes(pickle.dumps(Hostile(), protocol))
-            message = refused("in.pth", OUT)
+            message = assert_error("in.pth", OUT)
             assert len(message.splitlines()) == 1
             assert "weights_only" not in message
         assert os.listdir() == ["in.pth"]
 
     def test_a_whole_model(self):
-        refused(saved({"model": Own()}), OUT, told=["holds more than tensors", "Own'", "model.state_dict()"])
+        assert_error(save({"model": Own()}), OUT, expected=["holds more than tensors", "Own'", "model.state_dict()"])
 
     @pytest.mark.filterwarnings("ignore:.torch.jit")
     def test_a_program(self):
@@ -180,18 +182,18 @@ class TestRefused:
 
         traced = torch.jit.trace(Doubled(), torch.zeros(1))
         traced.save("in.pth")
-        refused("in.pth", OUT, told=["TorchScript", "Nothing in it was run"])
+        assert_error("in.pth", OUT, expected=["TorchScript", "Nothing in it was run"])
 
     @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
     @pytest.mark.parametrize("new", [True, False])
     def test_a_truncated_file(self, dtn, share, new):
-        path = Path(saved(dtn, _use_new_zipfile_serialization=new))
+        path = Path(save(dtn, _use_new_zipfile_serialization=new))
         data = path.read_bytes()
         path.write_bytes(data[: int(len(data) * share)])
-        refused(path, OUT, told=["damaged"])
+        assert_error(path, OUT, expected=["damaged"])
 
     @pytest.mark.parametrize(
-        ("data", "told"),
+        ("data", "expected"),
         [
             (b"", "is empty"),
             (b"  <html><body>404", "is a web page"),
@@ -201,51 +203,51 @@ class TestRefused:
             (b"PK\x03\x04" + bytes(100), "truncated or damaged"),
         ],
     )
-    def test_what_is_no_checkpoint(self, data, told):
+    def test_not_a_checkpoint(self, data, expected):
         Path("in.pth").write_bytes(data)
-        refused("in.pth", OUT, told=[told])
+        assert_error("in.pth", OUT, expected=[expected])
 
     @pytest.mark.parametrize("data", [{}, [], 3, {"state_dict": {}}, [torch.zeros(3)], {"a": [torch.zeros(3)]}])
     def test_no_tensors(self, data):
-        refused(saved(data), OUT, told=["no tensors under names"])
+        assert_error(save(data), OUT, expected=["no tensors under names"])
 
     def test_wrong_shapes(self, dtn):
         data = dtn | {"0.weight": torch.zeros(64, 1, 5, 5)}
-        refused(saved(data), OUT, told=["nearest is dtn", "0.weight: expected 64×3×5×5, found 64×1×5×5"])
-        refused(saved(data), OUT, "--backbone", "dtn", told=["does not fit dtn", "1 of another shape"])
+        assert_error(save(data), OUT, expected=["nearest is dtn", "0.weight: expected 64×3×5×5, found 64×1×5×5"])
+        assert_error(save(data), OUT, "--backbone", "dtn", expected=["does not fit dtn", "1 of another shape"])
 
     def test_another_backbone(self, dtn):
-        told = ["does not fit resnet18", "100 missing", "use --backbone dtn"]
-        refused(saved(dtn), OUT, "--backbone", "resnet18", told=told)
+        expected = ["does not fit resnet18", "100 missing", "use --backbone dtn"]
+        assert_error(save(dtn), OUT, "--backbone", "resnet18", expected=expected)
 
     def test_an_unknown_backbone(self, dtn):
-        refused(saved(dtn), OUT, "--backbone", "resnet81", told=["Did you mean 'resnet18'?"])
+        assert_error(save(dtn), OUT, "--backbone", "resnet81", expected=["Did you mean 'resnet18'?"])
 
-    def test_no_numbers(self, dtn):
+    def test_non_finite_values(self, dtn):
         data = dtn | {"1.weight": torch.full((64,), float("nan"))}
-        refused(saved(data), OUT, told=["NaN or infinities: 1.weight"])
+        assert_error(save(data), OUT, expected=["NaN or infinities: 1.weight"])
 
     def test_tensors_without_data(self, dtn):
-        refused(saved(dtn | {"1.weight": torch.zeros(64, device="meta")}), OUT, told=["without data: 1.weight"])
-        refused(saved(dtn | {"1.weight": torch.zeros(64).to_sparse()}), OUT, told=["sparse", "1.weight"])
+        assert_error(save(dtn | {"1.weight": torch.zeros(64, device="meta")}), OUT, expected=["without data: 1.weight"])
+        assert_error(save(dtn | {"1.weight": torch.zeros(64).to_sparse()}), OUT, expected=["sparse", "1.weight"])
 
-    def test_a_tensor_that_claims_to_be_huge(self, dtn):
-        refused(saved(dtn | {"1.weight": torch.zeros(1).expand(2**50)}), OUT, told=["1 of another shape"])
+    def test_tensor_with_huge_claimed_size(self, dtn):
+        assert_error(save(dtn | {"1.weight": torch.zeros(1).expand(2**50)}), OUT, expected=["1 of another shape"])
 
-    def test_what_exists_is_replaced_only_on_demand(self, dtn):
+    def test_existing_file_is_replaced_only_on_request(self, dtn):
         OUT.write_text("mine")
-        refused(saved(dtn), OUT, told=["out.safetensors exists", "--replace"], leaves=True)
+        assert_error(save(dtn), OUT, expected=["out.safetensors exists", "--replace"], leaves=True)
         assert OUT.read_text() == "mine"
-        imported("in.pth", OUT, "--replace")
+        run_import("in.pth", OUT, "--replace")
         assert read_tensors(OUT)[0].keys() == dtn.keys()
 
-    def test_nothing_is_replaced_by_a_refusal(self):
+    def test_refusal_replaces_nothing(self):
         OUT.write_text("mine")
-        refused(saved({}), OUT, "--replace", told=["no tensors"], leaves=True)
+        assert_error(save({}), OUT, "--replace", expected=["no tensors"], leaves=True)
         assert OUT.read_text() == "mine"
 
     @pytest.mark.parametrize(
-        ("source", "target", "told"),
+        ("source", "target", "expected"),
         [
             ("nosuch.pth", "out.safetensors", "nosuch.pth does not exist"),
             (".", "out.safetensors", "is a folder"),
@@ -255,10 +257,10 @@ class TestRefused:
             ("in.safetensors", "in.safetensors", "cannot be replaced"),
         ],
     )
-    def test_files_that_cannot_be(self, dtn, source, target, told):
-        saved(dtn)
-        saved(dtn, "in.safetensors")
-        refused(source, target, "--replace", told=[told])
+    def test_unusable_paths(self, dtn, source, target, expected):
+        save(dtn)
+        save(dtn, "in.safetensors")
+        assert_error(source, target, "--replace", expected=[expected])
 
     def test_all_mistakes_at_once(self):
-        assert len(refused("nosuch.pth", "out.pth").splitlines()) == 2
+        assert len(assert_error("nosuch.pth", "out.pth").splitlines()) == 2

@@ -1,4 +1,4 @@
-"""A run shown while it runs: bars on a terminal, plain lines elsewhere, nothing when asked to be quiet."""
+"""Progress of a run: bars on a terminal, plain lines elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown(run, *, terminal=False, quiet=False, width=80):
 class TestLines:
     """Where there is no terminal."""
 
-    def test_a_line_when_a_stage_starts_and_one_when_it_ends(self, tmp_path):
+    def test_line_at_stage_start_and_end(self, tmp_path):
         lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
         assert [line.split(":")[0] for line in lines[::2]] == [
             "ratp stage 1/3 ink", "ratp stage 2/3 mud", "ratp stage 3/3 fog",
@@ -45,11 +45,11 @@ class TestLines:
         assert [" ".join(line.split()[:3]) for line in lines[1::2]] == ["ratp 1/3 ink", "ratp 2/3 mud", "ratp 3/3 fog"]
         assert all(re.search(r"ink \d+\.\d  mud \d+\.\d  fog \d+\.\d  \(\d+ s\)$", line) for line in lines[1::2])
 
-    def test_nothing_but_text(self, tmp_path):
+    def test_output_is_plain_text(self, tmp_path):
         written = shown(Run(toy_plan(), tmp_path / "run"))
         assert all(character == "\n" or character.isprintable() for character in written)
 
-    def test_a_line_an_epoch(self, tmp_path, monkeypatch):
+    def test_one_line_per_epoch(self, tmp_path, monkeypatch):
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
@@ -59,20 +59,20 @@ class TestLines:
         assert re.fullmatch(pattern, lines[6])
         assert "agree" in lines[5]
 
-    def test_a_long_epoch_has_a_line_now_and_then(self, tmp_path, monkeypatch):
+    def test_long_epoch_prints_intermediate_lines(self, tmp_path, monkeypatch):
         for name in ("SECONDS_BETWEEN_LINES", "SECONDS_WITHIN_EPOCHS"):
             monkeypatch.setattr(progress, name, 0)
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
         assert len(lines) == 3 * (2 + 4)
-        begun = [line.split(":")[0] for line in lines[1:5]]
-        assert begun == [f"  source epoch {epoch}/2{step}" for epoch in (1, 2) for step in (" step 1/2", "")]
+        starts = [line.split(":")[0] for line in lines[1:5]]
+        assert starts == [f"  source epoch {epoch}/2{step}" for epoch in (1, 2) for step in (" step 1/2", "")]
 
     def test_a_stage_without_training(self, tmp_path):
         assert "source-only stage 2/3 mud: 32 images, 0 steps" in shown(Run(toy_plan("source-only"), tmp_path / "run"))
 
     @pytest.mark.parametrize("width", [20, 40, 80])
-    def test_a_line_stays_one_line(self, width, tmp_path):
+    def test_names_with_newlines_stay_on_one_line(self, width, tmp_path):
         assert len(shown(Run(toy_plan(), tmp_path / "run"), width=width).splitlines()) == 6
 
 
@@ -84,7 +84,7 @@ class TestBars:
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         return shown(Run(toy_plan(), tmp_path / "run"), terminal=True)
 
-    def test_a_tick_a_stage_stays(self, written):
+    def test_one_mark_per_stage_remains(self, written):
         lines = [ESCAPE.sub("", line).strip() for line in written.splitlines()]
         kept = [line for line in lines if "✓" in line]
         assert len(kept) == 3
@@ -100,10 +100,10 @@ class TestBars:
         for line in re.split(r"[\r\n]", ESCAPE.sub("", written)):
             assert len(line) <= 80
 
-    def test_the_cursor_comes_back(self, written):
+    def test_cursor_is_restored(self, written):
         assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
 
-    def test_the_cursor_comes_back_after_an_interruption(self, tmp_path, monkeypatch):
+    def test_cursor_is_restored_after_interrupt(self, tmp_path, monkeypatch):
         def interrupted(self):
             raise KeyboardInterrupt
             yield
@@ -131,7 +131,7 @@ def test_quiet_is_silent(terminal, tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_complete_run_is_said_to_be_complete(terminal, tmp_path):
+def test_complete_run_is_reported_as_complete(terminal, tmp_path):
     Run(toy_plan("source-only"), tmp_path / "run").execute()
     before = files_of(tmp_path / "run")
     written = shown(Run(toy_plan("source-only"), tmp_path / "run"), terminal=terminal, width=200)
@@ -139,7 +139,7 @@ def test_a_complete_run_is_said_to_be_complete(terminal, tmp_path):
     assert files_of(tmp_path / "run") == before
 
 
-def test_a_resumed_run_is_not_said_to_be_complete(tmp_path):
+def test_resumed_run_is_not_reported_as_complete(tmp_path):
     events = Run(toy_plan(), tmp_path / "run").events()
     for _ in range(7):
         next(events)
@@ -156,7 +156,7 @@ def test_watching_changes_no_result(tmp_path, monkeypatch):
     assert same_tensors(tensors_of(tmp_path / "watched"), tensors_of(tmp_path / "alone"))
 
 
-def test_a_loss_is_read_back_only_when_shown(tmp_path, monkeypatch):
+def test_loss_is_read_only_when_shown(tmp_path, monkeypatch):
     """Reading one makes a GPU wait: as often as the display moves and no more."""
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", 1000)
     reads = []
@@ -198,7 +198,7 @@ def shown_all(runs, *, terminal=False, quiet=False, width=80):
 
 
 class TestSeveral:
-    def test_lines_say_whose_they_are(self, tmp_path, monkeypatch):
+    def test_lines_name_their_run(self, tmp_path, monkeypatch):
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         results, written = shown_all(several(tmp_path))
@@ -209,7 +209,7 @@ class TestSeveral:
         assert [line for line in lines if line.startswith("  source-only 2 source epoch 2/2: loss ")]
         assert [line for line in lines if re.match(r"ratp 2 3/3 fog +ink \d+\.\d  mud ", line)]
 
-    def test_a_bar_a_run(self, tmp_path, monkeypatch):
+    def test_one_bar_per_run(self, tmp_path, monkeypatch):
         update = Progress.update
         monkeypatch.setattr(Progress, "update", partialmethod(update, refresh=True))  # not by the clock
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
@@ -220,7 +220,7 @@ class TestSeveral:
         assert all(len(line) <= 80 for line in re.split(r"[\r\n]", text))
         assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
 
-    def test_bars_stay_lines_however_long_the_names(self, tmp_path, monkeypatch):
+    def test_long_names_keep_bars_on_one_line(self, tmp_path, monkeypatch):
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         runs = several(tmp_path, methods=("source-only",))
         monkeypatch.setattr(progress, "labels", lambda runs: ["m" * 60 for _ in runs])
@@ -229,7 +229,7 @@ class TestSeveral:
         assert bars
         assert all(len(line) <= 80 for line in bars)
 
-    def test_a_run_that_fails_is_a_result(self, tmp_path):
+    def test_failed_run_is_shown(self, tmp_path):
         runs = several(tmp_path, methods=("source-only",))
         runs[0].folder.mkdir()
         (runs[0].folder / "mine.txt").write_text("mine")
@@ -238,7 +238,7 @@ class TestSeveral:
         assert results[1].matrix.complete
         assert "complete already" not in written
 
-    def test_complete_runs_are_said_to_be_complete(self, tmp_path):
+    def test_complete_runs_are_reported_as_complete(self, tmp_path):
         shown_all(several(tmp_path, methods=("source-only",)))
         _, written = shown_all(several(tmp_path, seeds=(1, 2, 3), methods=("source-only",)), width=200)
         assert written.count("complete already") == 2
@@ -248,7 +248,7 @@ class TestSeveral:
         assert written == ""
         assert all(result.matrix.complete for result in results)
 
-    def test_names_are_as_long_as_they_must_be(self, tmp_path):
+    def test_names_are_shortened_but_distinct(self, tmp_path):
         one, other = several(tmp_path, seeds=(1,))
         assert labels([one, other]) == ["ratp", "source-only"]
         assert labels(several(tmp_path, methods=("ratp",))) == ["ratp 1", "ratp 2"]

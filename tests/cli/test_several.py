@@ -46,7 +46,7 @@ class TestRun:
         assert same_tensors(tensors_of(beside), tensors_of(Path("alone")))
 
     @pytest.mark.parametrize("seeds", [["--seed", 1], ["--seed", 1, "--seed", 2]])
-    def test_runs_are_told_by_what_differs_from_todays_defaults(self, seeds):
+    def test_runs_are_labelled_by_differences_from_defaults(self, seeds):
         words = ["run", *OPTIONS, "-m", "source-only", *IN_TURN]
         assert ratp(*words, "--seed", 1, "--seed", 2, "-q").code == 0
         for path in Path("runs").glob("*/config.json"):
@@ -62,7 +62,7 @@ class TestRun:
         assert "source-only scan>photo>font>street stage 1/4 scan" in result.err
         assert "source-only street>font>photo>scan stage 1/4 street" in result.err
 
-    def test_a_folder_for_all(self):
+    def test_one_folder_for_all_runs(self):
         result = ratp("run", *OPTIONS, "-m", "source-only", "--seed", 1, "--seed", 2, "--out", "my runs", *IN_TURN)
         assert result.code == 0
         assert sorted(name.rpartition("-")[0] for name in os.listdir("my runs")) == [
@@ -73,7 +73,7 @@ class TestRun:
         assert os.listdir() == ["my runs"]
         assert ratp("report", "my runs", "--out", "report", "-q").code == 0
 
-    def test_quiet_is_silent_and_json_is_all_there_is(self):
+    def test_quiet_json_prints_only_json(self):
         words = ["run", *OPTIONS, "-m", "source-only", "--seed", 1, "--seed", 2, *IN_TURN]
         quiet = ratp(*words, "--quiet")
         assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
@@ -83,7 +83,7 @@ class TestRun:
         assert [run["config"]["seed"] for run in data["runs"]] == [1, 2]
         assert data["failed"] == []
 
-    def test_one_that_fails_is_told_after_the_others(self):
+    def test_failed_run_is_reported_last(self):
         words = ["run", *OPTIONS, "-m", "source-only", "--seed", 1, "--seed", 2, *IN_TURN, "--out", "out"]
         assert ratp(*words, "-q").code == 0
         (folder,) = Path("out").glob("*-1-*")
@@ -99,14 +99,14 @@ class TestRun:
         assert failed["folder"] == str(folder)
         assert ratp(*words, "--quiet").err.startswith("error: ")
 
-    def test_all_that_fail(self):
+    def test_all_runs_fail(self):
         words = ["run", *OPTIONS, "-m", "source-only", "--seed", 1, "--seed", 2, *IN_TURN, "--set", "lr=1e30"]
         result = ratp(*words)
         assert (result.code, result.out) == (2, "")
         assert result.err.count("A smaller learning rate") == 2
         assert "Traceback" not in result.err
 
-    def test_a_half_finished_set_is_continued(self, monkeypatch):
+    def test_half_finished_set_is_resumed(self, monkeypatch):
         words = ["run", *OPTIONS, *BOTH, "--seed", 1, "--seed", 2, *IN_TURN, "--no-reuse-source"]
         real, count = Run.events, []
 
@@ -131,7 +131,7 @@ class TestRun:
 
 
 class TestMistakes:
-    def test_all_at_once_and_before_anything_starts(self):
+    def test_all_mistakes_are_reported_before_start(self):
         words = ["--seed", "one", "--seed", "two", "--order", "sideways", "--order", "default", "--jobs", "many"]
         result = ratp("run", *words, "--method", "ratb", "--method", "ratp", "--set", "epochs", "--device", "abacus")
         assert result.code == 2
@@ -140,7 +140,7 @@ class TestMistakes:
         assert all(line.startswith("error: ") for line in result.err.splitlines())
         assert os.listdir() == []
 
-    def test_a_switch_that_one_method_does_not_have(self):
+    def test_switch_unknown_to_one_method(self):
         result = ratp("run", *OPTIONS, *BOTH, "--set", "pca.scale=8")
         assert result.code == 2
         assert result.err.startswith("error: source-only: unknown switch 'pca.scale'")
@@ -161,7 +161,7 @@ class TestMistakes:
         assert result.err.startswith("error: --jobs takes auto or a number of runs, 1 or more, got ")
         assert os.listdir() == []
 
-    def test_images_that_are_not_there(self):
+    def test_missing_images(self):
         result = ratp("run", "pacs", "--data", "nowhere", "--seed", 1, "--seed", 2, "--weights", "none")
         assert result.code == 2
         assert len(result.err.splitlines()) == len(set(result.err.splitlines()))
@@ -181,11 +181,11 @@ class TestDemo:
         assert "2 seeds" in result.out
         assert "ratp 2 stage 1/4 scan" in result.err
 
-    def test_one_seed_is_as_ever(self, monkeypatch):
+    def test_one_seed_is_unchanged(self, monkeypatch):
         monkeypatch.setattr(progress, "follow_all", None)
         assert ratp("demo", "--out", "out", "--device", "cpu", "--quiet").code == 0
 
-    def test_a_folder_that_is_not_its_own(self):
+    def test_foreign_folder(self):
         Path("out/ratp-1").mkdir(parents=True)
         Path("out/ratp-1/mine.txt").write_text("mine")
         result = ratp("demo", "--out", "out", "--seed", 1, "--seed", 2, "--device", "cpu", *IN_TURN)

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from helpers import files_of, journal_of, no_processes, ratp
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp._core.locks import exclusive
 from ratp.cli.progress import StudyWatcher, follow_study
 from ratp.errors import Note
@@ -69,7 +69,7 @@ def _elsewhere(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def plain(text):
+def is_plain_text(text):
     """Whether a file or a pipe can take the text."""
     return not CONTROL.search(text)
 
@@ -87,13 +87,13 @@ def states(*words):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A study of four runs that was made, with its file beside it, and what the command said."""
+    """A finished study of four runs, its file beside it, and the command's output."""
     folder = tmp_path_factory.mktemp("done")
     path = study_file(folder, FOUR)
     with pytest.MonkeyPatch.context() as patch, no_processes():
         patch.setenv("COLUMNS", "80")
-        said = ratp("study", "run", path, "--out", folder / "runs", *OPTIONS)
-    return folder, said
+        result = ratp("study", "run", path, "--out", folder / "runs", *OPTIONS)
+    return folder, result
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ def folders(place, pattern="*"):
 
 
 class TestRun:
-    def test_what_it_says(self, done):
-        folder, said = done
-        assert said.code == 0
-        assert plain(said.out + said.err)
-        assert narrow(said.out)
-        lines = said.err.splitlines()
+    def test_console_output(self, done):
+        folder, result = done
+        assert result.code == 0
+        assert is_plain_text(result.out + result.err)
+        assert narrow(result.out)
+        lines = result.err.splitlines()
         assert lines[0] == "Tiny runs: 4 of 4 runs to execute"
         ends = [line for line in lines if re.search(r"TDG \d+\.\d  TDA \d+\.\d  FA \d+\.\d  \(.* s\)", line)]
         assert [line.split(":")[0] for line in ends] == [
@@ -122,26 +122,26 @@ class TestRun:
         assert " left" in ends[0]
         assert " left" not in ends[-1]
         assert lines[-1] == f"Runs: {folder / 'runs'}"
-        assert [line.split() for line in said.out.splitlines() if line.strip()] == [
+        assert [line.split() for line in result.out.splitlines() if line.strip()] == [
             ["Tiny", "runs"], ["finished"], ["─" * 24], ["demo"], ["source-only", "2"], ["shot", "2"],
             ["4", "runs", "4"],
         ]  # fmt: skip
 
-    def test_what_it_leaves(self, done):
+    def test_files_written(self, done):
         folder, _ = done
         assert len(folders(folder / "runs")) == 4
         assert json.loads((folder / "runs" / "study.json").read_text())["study"] == "tiny"
         assert not (folder / "runs" / "failures").exists()
         assert all(read_run(run).matrix.complete for run in folders(folder / "runs"))
 
-    def test_once_more_there_is_nothing_to_do(self, study):
+    def test_second_run_has_nothing_to_do(self, study):
         before = traces(Path("made"))
         again = ratp("study", "run", *study, *OPTIONS)
         assert again.code == 0
         assert "0 of 4 runs to execute" in again.err
         assert traces(Path("made")) == before
 
-    def test_json_is_one_document_and_all_there_is(self, study):
+    def test_json_output_is_one_document(self, study):
         shutil.rmtree(folders("made/runs")[0])
         result = ratp("study", "run", *study, *OPTIONS, "--json")
         assert (result.code, result.err) == (0, "")
@@ -156,7 +156,7 @@ class TestRun:
         assert (result.code, result.out, result.err) == (0, "", "")
         assert len(folders("made/runs")) == 4
 
-    def test_by_default_it_goes_to_a_folder_of_its_own(self, done):
+    def test_default_folder_is_per_study(self, done):
         shutil.copy(done[0] / "tiny.toml", "my study.toml")
         shutil.copytree(done[0] / "runs", "runs/studies/my_study")
         Path("runs/studies/my_study/study.json").unlink()
@@ -175,33 +175,33 @@ class TestRun:
         assert len(folders("made/runs")) == 6
         assert {run: traces(run) for run in before} == before
 
-    def test_one_that_fails(self, study):
-        """It stops no other, is told last, and makes the exit code; quiet or not, who asked must know."""
+    def test_failed_run_is_reported(self, study):
+        """It stops no other run, is reported last and sets the exit code, with --quiet too."""
         study_file(Path("made"), WILD, FOUR)
         shutil.rmtree(folders("made/runs")[0])
         result = ratp("study", "run", *study, *OPTIONS)
         assert result.code == 2
         assert "Traceback" not in result.err
         assert "2 of 5 runs to execute" in result.err
-        (told,) = [line for line in result.err.splitlines() if line.startswith("failed: ")]
-        assert told.startswith("failed: wild, demo scan>photo>font>street, seed 2022: ")
-        assert "A smaller learning rate" in told
+        (message,) = [line for line in result.err.splitlines() if line.startswith("failed: ")]
+        assert message.startswith("failed: wild, demo scan>photo>font>street, seed 2022: ")
+        assert "A smaller learning rate" in message
         assert states(*study) == ["failed", *["finished"] * 4]
         quiet = ratp("study", "run", *study, *OPTIONS, "--quiet")
-        assert (quiet.code, quiet.out, quiet.err) == (2, "", f"{told}\n")
+        assert (quiet.code, quiet.out, quiet.err) == (2, "", f"{message}\n")
         data = json.loads(ratp("study", "run", *study, *OPTIONS, "--json").out)
         assert "A smaller learning rate" in data["runs"][0]["reason"]
         listed = ratp("study", "status", *study)
         assert listed.code == 0
-        assert told in listed.err
+        assert message in listed.err
         assert re.search(r"(?m)^5 runs +4 +1$", listed.out)
         study_file(Path("made"), FOUR)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0
 
     @pytest.mark.parametrize("terminal", [False, True])
-    def test_images_left_out_are_told_once_a_stream(self, terminal):
+    def test_skipped_images_are_reported_once_per_stream(self, terminal):
         for seed, name in enumerate(("day", "rain")):
-            put(Path("yard", name), images(count=4, seed=seed))
+            write_files(Path("yard", name), image_files(count=4, seed=seed))
         Path("yard/rain/north/bad.png").touch()
         lines = ('methods = ["source-only"]', "seeds = [1, 2]")
         path = study_file(Path(), grid('orders = ["day>rain"]', *lines, stream="yard"), grid("subset = true", *lines))
@@ -210,14 +210,14 @@ class TestRun:
         study.claim()
         file = io.StringIO()
         follow_study(study, Console(file=file, force_terminal=terminal, width=80), quiet=False, at_once=1)
-        said = ESCAPE.sub("", file.getvalue())
-        assert said.count("note: yard, rain: skipped 1 unusable image:\n  north/bad.png: empty") == 1
-        assert said.count("note:") == 1
-        assert "source-only, yard day>rain, seed 2: TDG" in said
+        output = ESCAPE.sub("", file.getvalue())
+        assert output.count("note: yard, rain: skipped 1 unusable image:\n  north/bad.png: empty") == 1
+        assert output.count("note:") == 1
+        assert "source-only, yard day>rain, seed 2: TDG" in output
         result = ratp("study", "report", path, "--out", "out")
         assert "About the images: rain: skipped 1 unusable image." in result.out
 
-    def test_what_hinders_all_is_told_once(self, tmp_path):
+    def test_shared_problem_is_reported_once(self, tmp_path):
         file = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1, 2, 3]", stream="digits"))
         result = ratp("study", "run", file, "--out", tmp_path / "runs", "--data", tmp_path)
         assert result.code == 2
@@ -232,25 +232,25 @@ class TestStatus:
         assert not Path("new").exists()
         result = ratp("study", "status", *study)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         assert narrow(result.out)
         assert "finished" in result.out
 
-    def test_a_run_in_several_rows_is_counted_once_and_that_is_told(self):
+    def test_run_in_several_rows_is_counted_once(self):
         same = '[[grid.variant]]\nname = "same"\nmethod = "ratp"\n'
         study_file(Path(), grid('methods = ["ratp", "tent"]') + same)
-        *rows, total, told = [line for line in ratp("study", "status", "tiny.toml").out.splitlines() if line.strip()]
+        *rows, total, note = [line for line in ratp("study", "status", "tiny.toml").out.splitlines() if line.strip()]
         assert sorted(row.split() for row in rows[-3:]) == [["ratp", "1"], ["same", "1"], ["tent", "1"]]
-        assert (total.split(), told) == (["2", "runs", "2"], "1 run is in several rows.")
+        assert (total.split(), note) == (["2", "runs", "2"], "1 run is in several rows.")
 
-    def test_the_papers_studies_fit_a_terminal(self):
+    def test_paper_studies_fit_a_terminal(self):
         file = Path(__file__).parents[2] / "configs" / "paper" / "stationary.toml"
         result = ratp("study", "status", file, "--weights", "none")
         assert result.code == 0
         assert narrow(result.out)
         assert re.search(r"(?m)^84 runs +84$", result.out)
 
-    def test_runs_are_found_by_the_weights_they_began_with(self):
+    def test_runs_are_matched_by_initial_weights(self):
         """They are part of what determines a run, and of its directory's name."""
         Path("study.toml").write_text('[[grid]]\nstream = "pacs"\nmethods = ["source-only"]\n')
         names = [
@@ -265,10 +265,10 @@ class TestReport:
         shutil.rmtree(folders("made/runs", "*shot-2*")[0])
         result = ratp("study", "report", *study)
         assert result.code == 0
-        assert plain(result.out + result.err)
+        assert is_plain_text(result.out + result.err)
         assert Path("made/runs/report/index.html").exists()
         assert re.search(r"shot.*seed 2", result.out)
-        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report is in nobody's way
+        assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report does not interfere
 
     def test_a_comparison_of_its_runs_leaves_it_alone(self, study):
         ratp("study", "report", *study, "-q")
@@ -279,7 +279,7 @@ class TestReport:
         Path("made/runs/study.json").unlink()
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # nor is the comparison in anybody's way
 
-    def test_quiet_and_elsewhere(self, study):
+    def test_quiet_report_in_another_folder(self, study):
         before = traces(Path("made"))
         result = ratp("study", "report", *study, "--to", "report", "--quiet")
         assert (result.code, result.out, result.err) == (0, "", "")
@@ -311,7 +311,7 @@ class TestKnown:
         shutil.copytree(once, "results")
         return "results"
 
-    def test_results_of_elsewhere_need_not_be_run(self, done, exported):
+    def test_known_results_are_not_run_again(self, done, exported):
         words = [done[0] / "tiny.toml", "--out", "new", "--known", exported]
         assert states(*words) == ["finished"] * 4
         result = ratp("study", "run", *words, *OPTIONS)
@@ -326,7 +326,7 @@ class TestKnown:
         assert Path(first["folder"]).parent == Path("new") and "known" not in first
         assert ratp("study", "report", *words, "-q").code == 0
 
-    def test_a_folder_is_read_with_those_in_it_and_trials_lie_deeper(self, done, exported):
+    def test_folder_of_results_is_read_with_subfolders(self, done, exported):
         Path("kept/tiny/trials").mkdir(parents=True)
         first, second, *_ = sorted(Path(exported).iterdir())
         first.rename("kept/tiny/first.json")
@@ -334,7 +334,7 @@ class TestKnown:
         found = states(done[0] / "tiny.toml", "--out", "new", "--known", "kept")
         assert sorted(found) == ["finished", "waiting", "waiting", "waiting"]
 
-    def test_two_of_one_run_that_differ_are_told(self, done, exported):
+    def test_conflicting_results_are_reported(self, done, exported):
         file = sorted(Path(exported).iterdir())[0]
         other = json.loads(file.read_text())
         rows = [[0.0, *row[1:]] for row in other["matrix"]["accuracy"]]
@@ -346,7 +346,7 @@ class TestKnown:
         assert found == ["finished"] * 4
 
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "ratp result"}', '{"compilerOptions": {}}'])
-    def test_a_damaged_one_is_named_and_left_out_among_others(self, content, done, exported):
+    def test_damaged_result_is_named_and_skipped(self, content, done, exported):
         Path(exported, "zzz.json").write_text(content)
         Path(exported, "study.json").write_text("{}")
         words = ["study", "run", done[0] / "tiny.toml", "--out", "new", *OPTIONS, "--known"]
@@ -369,7 +369,7 @@ class TestKnown:
         assert sorted(states(*words, folders(done[0] / "runs")[0])) == ["finished", "waiting", "waiting", "waiting"]
 
     @pytest.mark.parametrize("path", ["nowhere", "x" * 300, "empty"])
-    def test_none(self, path, done):
+    def test_no_known_results(self, path, done):
         Path("empty").mkdir()
         result = ratp("study", "status", done[0] / "tiny.toml", "--known", path)
         assert (result.code, result.out) == (2, "")
@@ -378,7 +378,7 @@ class TestKnown:
 
 
 def start(*words):
-    """Starts the program in a process of its own, which computes as these tests do."""
+    """Starts the program in a separate process, which computes as these tests do."""
     return subprocess.Popen(
         [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu"],
         stderr=subprocess.PIPE,
@@ -451,27 +451,27 @@ class TestInterruption:
         assert results("out") == results("undisturbed")
         assert [len(journal_of(run, "run_resumed")) for run in folders("out")].count(1) == 1
 
-    def test_control_c(self, gate):
-        """With runs in processes of their own, as is usual: all stop, and the user is told how to go on."""
+    def test_ctrl_c(self, gate):
+        """With runs in separate processes, the default: all stop, and the message says how to resume."""
         process = start(gate, "--out", "out", "--jobs", "2")
         try:
             wait_for("waiting-*", 2, process)
             process.send_signal(signal.SIGINT)
             time.sleep(1)
             Path("go").touch()  # they stop after the step they are at
-            _, said = process.communicate(timeout=60)
+            _, output = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert process.returncode == 130, said
-        assert re.search(r"\nInterrupted. The same command .*\n$", said)
-        assert "Traceback" not in said
+        assert process.returncode == 130, output
+        assert re.search(r"\nInterrupted. The same command .*\n$", output)
+        assert "Traceback" not in output
         assert states(gate, "--out", "out") == ["finished", "interrupted", "interrupted"]
         assert ratp("study", "run", gate, "--out", "out", *OPTIONS, "-q").code == 0
         assert results("out") == results("undisturbed")
         assert not Path("out/failures").exists()
 
     @pytest.mark.faults(18, "a study that is stopped goes on with the same command")
-    def test_control_c_while_a_run_is_under_way(self, gate):
+    def test_ctrl_c_during_a_run(self, gate):
         """One run after another; the signal comes to the process that started it."""
         Path("gate.py").write_text(
             GATE.replace("while not", "import signal\n            if not").replace(
@@ -486,7 +486,7 @@ class TestInterruption:
         assert states(gate, "--out", "out") == ["finished", "interrupted", "waiting"]
 
 
-def test_progress_of_a_run_that_begins_a_stage_again():
+def test_progress_when_a_stage_restarts():
     """Its process ended in the second stage, at half of it; a third of the stage had been kept."""
     study = read_study(study_file(Path(), grid('methods = ["source-only"]')), Path("out"), RunRequest(device="cpu"))
     (entry,) = study.entries
@@ -494,11 +494,11 @@ def test_progress_of_a_run_that_begins_a_stage_again():
     watcher.see(run, StageStarted(0, "scan", 8, 12, 6))
     assert watcher.done == 0.5
     watcher.see(run, StageFinished(0, "scan", {}, {}, 1.0, None))
-    for begun, made in ((0, 6), (4, 8)):
-        watcher.see(run, StageStarted(1, "photo", 8, 12, begun))
-        assert watcher.done == pytest.approx(1 + begun / 12)
-        watcher.see(run, Trained(1, "photo", Tick(None, 0, made, made, dict, {}, False)))
-        assert watcher.done == pytest.approx(1 + (begun + made) / 12)
+    for steps_before, steps_made in ((0, 6), (4, 8)):
+        watcher.see(run, StageStarted(1, "photo", 8, 12, steps_before))
+        assert watcher.done == pytest.approx(1 + steps_before / 12)
+        watcher.see(run, Trained(1, "photo", Tick(None, 0, steps_made, steps_made, dict, {}, False)))
+        assert watcher.done == pytest.approx(1 + (steps_before + steps_made) / 12)
     watcher.see(run, StageFinished(1, "photo", {}, {}, 1.0, None))
     assert watcher.done == 2
 
@@ -514,7 +514,7 @@ def test_a_domain_without_labels_has_a_dash():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_run_that_another_process_began_meanwhile_is_left_to_it(is_terminal):
+def test_run_claimed_by_another_process_is_skipped(is_terminal):
     path = study_file(Path(), grid('methods = ["source-only"]', "seeds = [1, 2]"))
     study = read_study(path, Path("out"), RunRequest(device="cpu"))
     study.claim()
@@ -527,8 +527,8 @@ def test_a_run_that_another_process_began_meanwhile_is_left_to_it(is_terminal):
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=80, highlight=False, legacy_windows=False)
     follow_study(study, console, quiet=False, at_once=1, on=taken)
-    said = [ESCAPE.sub("", line).strip() for line in file.getvalue().splitlines()]
-    (line,) = [line for line in said if "seed 1" in line]
+    output = [ESCAPE.sub("", line).strip() for line in file.getvalue().splitlines()]
+    (line,) = [line for line in output if "seed 1" in line]
     assert line == f"{'– ' if is_terminal else ''}source-only, seed 1: left to process {os.getpid()}"
     assert [study.state(entry) for entry in study.entries] == ["waiting", "finished"]
 
@@ -544,7 +544,7 @@ class TestTerminal:
         follow_study(study, console, quiet=False, at_once=1)
         return file.getvalue()
 
-    def test_a_mark_for_every_run(self, written):
+    def test_one_mark_per_run(self, written):
         lines = [ESCAPE.sub("", line).strip() for line in written.splitlines()]
         (failed,) = [line for line in lines if "✗" in line]
         assert failed.endswith("usually helps.")
@@ -552,14 +552,14 @@ class TestTerminal:
         assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
 
 
-def refused(*words, told=()):
-    """Runs a command that must be refused as it is meant to be; returns its lines."""
+def assert_error(*words, expected=()):
+    """Runs a command that must fail cleanly; returns its lines."""
     before = traces(Path())
     result = ratp("study", *words)
     assert (result.code, result.out) == (2, ""), result
     assert all(line.startswith("error: ") for line in result.err.splitlines()), result.err
     assert "Traceback" not in result.err
-    for part in told:
+    for part in expected:
         assert part in result.err, result.err
     assert traces(Path()) == before
     return result.err.splitlines()
@@ -571,7 +571,7 @@ DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
 class TestMistakes:
     @pytest.mark.parametrize("command", ["run", "status", "report"])
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ("", ["error: study.toml: it has no runs"]),
             ("[[grid]\n", ["study.toml is not valid TOML", "line 1"]),
@@ -582,76 +582,80 @@ class TestMistakes:
             (DIGITS + '[[grid.variant]]\nname = "[/x]"\nmethod = "[red]"', ["grid 1, [/x]: unknown method '[red]'"]),
         ],
     )
-    def test_in_the_file(self, command, text, told):
+    def test_mistakes_in_the_file(self, command, text, expected):
         Path("study.toml").write_text(text)
-        (line,) = refused(command, "study.toml", told=told)
+        (line,) = assert_error(command, "study.toml", expected=expected)
         assert "study.toml" in line
 
     def test_all_come_at_once(self):
         Path("study.toml").write_text('titel = "x"\n' + DIGITS.replace("ratp", "rapt") + "seeds = [true, -1]\nset = 5")
-        lines = refused("run", "study.toml", "--device", "gpu", "--jobs", "many")
+        lines = assert_error("run", "study.toml", "--device", "gpu", "--jobs", "many")
         assert lines == ["error: --jobs takes auto or a number of runs, 1 or more, got 'many'; e.g. --jobs 4."]
-        lines = refused("run", "study.toml", "--device", "gpu", "--precision", "half")
+        lines = assert_error("run", "study.toml", "--device", "gpu", "--precision", "half")
         assert len(lines) == 7
         assert lines[0].startswith("error: unknown device 'gpu'")
         assert lines[1].startswith("error: unknown precision 'half'")
 
     @pytest.mark.parametrize("command", ["run", "status", "report"])
-    def test_no_file(self, command):
+    def test_missing_file(self, command):
         Path("folder").mkdir()
         Path("latin.toml").write_bytes(b'title = "\xe9"')
-        refused(command, "nowhere.toml", told=["nowhere.toml", "No such file"])
-        refused(command, "folder", told=["folder", "Is a directory" if command == "run" else "holds no study"])
-        refused(command, "latin.toml", told=["latin.toml is not UTF-8 text"])
+        assert_error(command, "nowhere.toml", expected=["nowhere.toml", "No such file"])
+        assert_error(command, "folder", expected=["folder", "Is a directory" if command == "run" else "holds no study"])
+        assert_error(command, "latin.toml", expected=["latin.toml is not UTF-8 text"])
 
     def test_a_folder_of_another_study(self, study):
         study_file(Path("made"), FOUR, name="other.toml")
         for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
-            (line,) = refused(command, "made/other.toml", *study[1:], *options)
+            (line,) = assert_error(command, "made/other.toml", *study[1:], *options)
             assert line == "error: made/runs belongs to the study 'tiny', not to 'other'. Choose another with --out."
 
     def test_a_folder_with_other_files(self):
         study_file(Path(), FOUR)
         Path("photos").mkdir()
         Path("photos/a.jpg").write_text("mine")
-        refused("run", "tiny.toml", "--out", "photos", *OPTIONS, told=["photos holds other files (a.jpg)", "--out"])
+        assert_error(
+            "run", "tiny.toml", "--out", "photos", *OPTIONS, expected=["photos holds other files (a.jpg)", "--out"]
+        )
 
     @pytest.mark.parametrize("out", ["tiny.toml", "tiny.toml/x", "x" * 300])
-    def test_a_folder_that_cannot_be(self, out):
+    def test_unusable_folder(self, out):
         study_file(Path(), FOUR)
         for command, options in (("run", OPTIONS), ("status", ()), ("report", ())):
-            refused(command, "tiny.toml", "--out", out, *options, told=[f"cannot use {out} for a study", "--out"])
+            assert_error(
+                command, "tiny.toml", "--out", out, *options, expected=[f"cannot use {out} for a study", "--out"]
+            )
 
-    def test_a_folder_that_cannot_be_made(self):
+    def test_folder_that_cannot_be_created(self):
         study_file(Path(), FOUR)
-        refused("run", "tiny.toml", "--out", "/proc/ratp", *OPTIONS, told=["/proc/ratp", "--out"])
+        assert_error("run", "tiny.toml", "--out", "/proc/ratp", *OPTIONS, expected=["/proc/ratp", "--out"])
         assert states("tiny.toml", "--out", "/proc/ratp") == ["waiting"] * 4
 
-    def test_a_folder_that_cannot_be_read(self, study, monkeypatch):
+    def test_unreadable_folder(self, study, monkeypatch):
         def locked(path):
             raise PermissionError(errno.EACCES, "Permission denied")
 
         monkeypatch.setattr(Path, "iterdir", locked)
         for command in ("status", "report"):
-            (line,) = refused(command, *study)
+            (line,) = assert_error(command, *study)
             assert line == "error: cannot use made/runs for a study: Permission denied. Choose another with --out."
 
     @pytest.mark.parametrize("words", [["rnu"], ["run"], ["run", "a", "b"], ["status"], ["run", "a", "--sed", "1"]])
-    def test_a_command_that_is_none(self, words):
+    def test_unknown_command(self, words):
         result = ratp("study", *words)
         assert (result.code, result.out) == (2, "")
         assert "Traceback" not in result.err
 
     @pytest.mark.parametrize("words", [[], ["run"], ["status"], ["report"]])
-    def test_every_command_explains_itself(self, words):
+    def test_every_command_has_help(self, words):
         result = ratp("study", *words, "--help")
         assert result.code == 0
         assert "Usage: " in result.out
-        assert plain(result.out)
+        assert is_plain_text(result.out)
 
 
 class TestImages:
-    """Results are of the images they were made from."""
+    """Results belong to the images they were computed from."""
 
     YARD = (
         '[[grid]]\nstream = "yard"\norders = ["ink>mud"]\nmethods = ["source-only"]\nseeds = [1, 2]\n'
@@ -659,44 +663,44 @@ class TestImages:
     )
 
     @pytest.fixture
-    def made(self):
+    def made_study(self):
         for seed, name in enumerate(("ink", "mud")):
-            put(Path("yard") / name, images(count=3, seed=seed))
+            write_files(Path("yard") / name, image_files(count=3, seed=seed))
         words = [study_file(Path(), self.YARD), "--weights", "none"]
         assert ratp("study", "run", *words, *OPTIONS).code == 0
         return words
 
     @pytest.mark.slow
-    def test_runs_of_other_images_are_not_passed_off_as_these(self, made):
+    def test_runs_on_other_images_are_refused(self, made_study):
         folder = Path("runs/studies/tiny")
         before = traces(folder)
-        put(Path("yard/mud"), images(count=3, seed=7))
-        result = ratp("study", "run", *made, *OPTIONS)
+        write_files(Path("yard/mud"), image_files(count=3, seed=7))
+        result = ratp("study", "run", *made_study, *OPTIONS)
         assert (result.code, traces(folder)) == (2, before)
-        told = " ".join(result.err.split())
-        assert "used other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in told
-        assert "those of mud). Restore those images, or execute all runs again in another folder with --out." in told
-        assert ratp("study", "run", *made, *OPTIONS, "--out", "new").code == 0
+        message = " ".join(result.err.split())
+        assert "used other images than there are now (2 runs, source-only, yard ink>mud, seed 1 among them" in message
+        assert "those of mud). Restore those images, or execute all runs again in another folder with --out." in message
+        assert ratp("study", "run", *made_study, *OPTIONS, "--out", "new").code == 0
         assert len(folders("new")) == 2
-        put(Path("yard/mud"), images(count=3, seed=1))
-        assert "0 of 2 runs to execute" in ratp("study", "run", *made, *OPTIONS).err
+        write_files(Path("yard/mud"), image_files(count=3, seed=1))
+        assert "0 of 2 runs to execute" in ratp("study", "run", *made_study, *OPTIONS).err
 
     @pytest.mark.slow
-    def test_known_results_of_other_images_do_not_count(self, made):
-        known = [*made, "--out", "new", "--known", "runs/studies/tiny"]
-        put(Path("yard/mud"), images(count=3, seed=7))
+    def test_known_results_on_other_images_are_ignored(self, made_study):
+        known = [*made_study, "--out", "new", "--known", "runs/studies/tiny"]
+        write_files(Path("yard/mud"), image_files(count=3, seed=7))
         with pytest.warns(Note, match=r"2 runs, .*: known results used other images of mud and do not count"):
             result = ratp("study", "run", *known, *OPTIONS)
         assert result.code == 0 and len(folders("new")) == 2
 
-    def test_where_images_are_not_at_hand_known_results_do(self, made):
+    def test_known_results_count_without_images(self, made_study):
         for file in Path("yard/mud").rglob("*.png"):
             file.unlink()
-        result = ratp("study", "run", *made, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
+        result = ratp("study", "run", *made_study, *OPTIONS, "--out", "new", "--known", "runs/studies/tiny")
         assert result.code == 0 and "0 of 2 runs to execute" in result.err
 
 
-def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):
+def test_status_reports_unreadable_folder(monkeypatch):
     file = study_file(Path(), FOUR)
     closed = read_study(file).entries[0].folder
     closed.mkdir(parents=True)
@@ -708,11 +712,11 @@ def test_a_directory_that_cannot_be_read_is_told_by_status(monkeypatch):
         return usual(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    told = " ".join(ratp("study", "status", file).err.split())
-    assert f"cannot read {closed}: Permission denied. Make it readable, or move it away" in told
+    message = " ".join(ratp("study", "status", file).err.split())
+    assert f"cannot read {closed}: Permission denied. Make it readable, or move it away" in message
 
 
-def test_grids_that_mean_different_things_by_a_name_are_told_apart():
+def test_grids_sharing_a_label_are_distinguished():
     other = grid('methods = ["shot"]').replace('"steps" = 2', '"steps" = 3')
     file = study_file(Path(), grid('methods = ["shot"]') + other)
     found = json.loads(ratp("study", "status", file, "--json").out)["runs"]

@@ -32,18 +32,18 @@ def pixels(height: int = 12, width: int = 20, seed: int = 0) -> np.ndarray:
     return np.stack(channels, axis=2).astype(np.uint8)
 
 
-def picture(height: int = 12, width: int = 20, seed: int = 0) -> Image.Image:
+def make_picture(height: int = 12, width: int = 20, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels(height, width, seed))
 
 
-def encoded(image: Image.Image, kind: str, **options) -> bytes:
+def encode(image: Image.Image, kind: str, **options) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def png(seed: int = 0, height: int = 12, width: int = 20) -> bytes:
-    return encoded(picture(height, width, seed), "PNG")
+    return encode(make_picture(height, width, seed), "PNG")
 
 
 def raw_png(width: int, height: int, depth: int, colour: int, rows: bytes | None, *extra: tuple[bytes, bytes]) -> bytes:
@@ -58,7 +58,7 @@ def raw_png(width: int, height: int, depth: int, colour: int, rows: bytes | None
 
 
 def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Has the system keep folders of a name from being read, whoever runs the tests."""
+    """Makes folders of a name unreadable, even if root runs the tests."""
     scandir = os.scandir
 
     def refusing(path):
@@ -69,7 +69,7 @@ def closed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(os, "scandir", refusing)
 
 
-def put(folder: Path, files: dict[str, bytes]) -> Path:
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,14 +77,14 @@ def put(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def zipped(path: Path, members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
+def write_zip(path: Path, members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in members.items():
             archive.writestr(zipfile.ZipInfo(name), data, compression)
     return path
 
 
-def small_domain(classes: tuple[str, ...] = ("cat", "dog"), count: int = 3) -> dict[str, bytes]:
+def make_small_domain(classes: tuple[str, ...] = ("cat", "dog"), count: int = 3) -> dict[str, bytes]:
     """PNGs of different looks by name."""
     return {
         f"{name}/{k}.png": png(seed=100 * c + k, height=8 + k, width=10)

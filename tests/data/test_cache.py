@@ -29,26 +29,26 @@ def same(one: LabelledDomain, other: LabelledDomain) -> bool:
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_the_second_load_reads_the_file(tmp_path, held_out):
+def test_second_load_reads_the_file(tmp_path, held_out):
     folder = tmp_path / "deep" / "down"
     assert same(cached_domain(folder, "key", lambda: small(held_out)), small(held_out))
     assert same(cached_domain(folder, "key", never), small(held_out))
     assert [path.name for path in folder.iterdir()] == ["key.safetensors"]
 
 
-def test_another_key_is_another_domain(tmp_path):
+def test_other_key_is_other_domain(tmp_path):
     cached_domain(tmp_path, "one", small)
     with pytest.raises(AssertionError, match="built although cached"):
         cached_domain(tmp_path, "two", never)
 
 
-def test_what_build_raises_comes_through_and_leaves_nothing(tmp_path):
+def test_build_error_propagates_and_leaves_nothing(tmp_path):
     with pytest.raises(AssertionError):
         cached_domain(tmp_path / "cache", "key", never)
     assert not (tmp_path / "cache").exists()
 
 
-def test_any_flipped_bit_or_cut_is_noticed_and_mended(tmp_path):
+def test_corruption_is_detected_and_repaired(tmp_path):
     cached_domain(tmp_path, "key", small)
     path = tmp_path / "key.safetensors"
     whole = path.read_bytes()
@@ -102,7 +102,7 @@ def test_a_foreign_file_is_replaced(tmp_path, kind):
     assert same(cached_domain(tmp_path, "key", never), small())
 
 
-def test_the_foreign_files_differ_from_ours_in_one_thing_only(tmp_path):
+def test_foreign_files_differ_in_one_field(tmp_path):
     """Otherwise the test above would pass for the wrong reason."""
     cached_domain(tmp_path, "key", small)
     ours = read_tensors(tmp_path / "key.safetensors")
@@ -113,14 +113,14 @@ def test_the_foreign_files_differ_from_ours_in_one_thing_only(tmp_path):
     assert ours[0].keys() == tensors.keys()
 
 
-def test_a_renamed_file_is_not_believed(tmp_path):
+def test_renamed_file_is_rejected(tmp_path):
     cached_domain(tmp_path, "old", small)
     (tmp_path / "old.safetensors").rename(tmp_path / "new.safetensors")
     with pytest.raises(AssertionError, match="built although cached"):
         cached_domain(tmp_path, "new", never)
 
 
-def test_a_folder_that_cannot_be_made_does_not_stop_the_load(tmp_path):
+def test_load_works_without_cache_folder(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.warns(NotCachedWarning, match=f"cannot cache drawn images in {folder}: "):
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_made_does_not_stop_the_load(tmp_path):
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_a_folder_in_the_place_of_the_file_does_not_stop_the_load(tmp_path):
+def test_load_works_with_folder_in_place_of_file(tmp_path):
     (tmp_path / "key.safetensors" / "occupied").mkdir(parents=True)
     with pytest.warns(NotCachedWarning):
         assert same(cached_domain(tmp_path, "key", small), small())
@@ -143,7 +143,7 @@ def bare(monkeypatch, tmp_path):
     return monkeypatch
 
 
-def test_where_the_cache_is(bare, tmp_path):
+def test_cache_location(bare, tmp_path):
     bare.setattr(sys, "platform", "linux")
     assert cache_folder() == tmp_path / ".cache" / "ratp"
     bare.setattr(sys, "platform", "darwin")
@@ -164,7 +164,7 @@ def test_empty_and_relative_settings_do_not_count(bare, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "ratp"
 
 
-def test_without_a_home_the_error_says_what_to_set(bare):
+def test_missing_home_error_names_the_setting(bare):
     def lost(_):
         raise RuntimeError("Could not determine home directory.")
 

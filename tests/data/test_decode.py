@@ -10,28 +10,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_images import encoded, picture, pixels, png, raw_png
+from made_images import encode, make_picture, pixels, png, raw_png
 from PIL import Image, ImageFile
 
 from ratp.data.decode.decode import decode
 from ratp.data.decode.pixels import BadImage
 
 SMALL = {
-    "PNG": encoded(picture(), "PNG"),
+    "PNG": encode(make_picture(), "PNG"),
     "interlaced PNG": raw_png(1, 1, 8, 2, b"\0\1\2\3"),
-    "JPEG": encoded(picture(), "JPEG"),
-    "progressive JPEG": encoded(picture(), "JPEG", progressive=True),
-    "WebP": encoded(picture(), "WEBP"),
-    "lossless WebP": encoded(picture(), "WEBP", lossless=True),
-    "animated WebP": encoded(picture(), "WEBP", save_all=True, append_images=[picture(seed=1)]),
-    "GIF": encoded(picture(), "GIF", save_all=True, append_images=[picture(seed=1)]),
-    "BMP": encoded(picture(), "BMP"),
-    "TIFF": encoded(picture(), "TIFF"),
-    "LZW TIFF": encoded(picture(), "TIFF", compression="tiff_lzw"),
-    "PPM": encoded(picture(), "PPM"),
-    "16-bit PNG": encoded(Image.fromarray(pixels()[:, :, 0].astype(np.uint16) * 257), "PNG"),
-    "palette PNG": encoded(picture().quantize(16), "PNG"),
-    "EXIF JPEG": encoded(picture(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0"),
+    "JPEG": encode(make_picture(), "JPEG"),
+    "progressive JPEG": encode(make_picture(), "JPEG", progressive=True),
+    "WebP": encode(make_picture(), "WEBP"),
+    "lossless WebP": encode(make_picture(), "WEBP", lossless=True),
+    "animated WebP": encode(make_picture(), "WEBP", save_all=True, append_images=[make_picture(seed=1)]),
+    "GIF": encode(make_picture(), "GIF", save_all=True, append_images=[make_picture(seed=1)]),
+    "BMP": encode(make_picture(), "BMP"),
+    "TIFF": encode(make_picture(), "TIFF"),
+    "LZW TIFF": encode(make_picture(), "TIFF", compression="tiff_lzw"),
+    "PPM": encode(make_picture(), "PPM"),
+    "16-bit PNG": encode(Image.fromarray(pixels()[:, :, 0].astype(np.uint16) * 257), "PNG"),
+    "palette PNG": encode(make_picture().quantize(16), "PNG"),
+    "EXIF JPEG": encode(
+        make_picture(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0"
+    ),
 }
 
 
@@ -41,27 +43,27 @@ def close(image, expected, tolerance=0):
 
 class TestKinds:
     @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
-    def test_without_loss(self, kind):
-        decoded = decode(encoded(picture(), kind, **({"lossless": True} if kind == "WEBP" else {})), None)
+    def test_lossless_formats(self, kind):
+        decoded = decode(encode(make_picture(), kind, **({"lossless": True} if kind == "WEBP" else {})), None)
         assert close(decoded.image, pixels())
         assert (decoded.conversions, decoded.original_size) == ((), (12, 20))
         assert decoded.image.dtype == np.uint8 and decoded.image.flags.writeable
 
     def test_jpeg(self):
-        decoded = decode(encoded(picture(), "JPEG", quality=95, subsampling=0), None)
+        decoded = decode(encode(make_picture(), "JPEG", quality=95, subsampling=0), None)
         assert close(decoded.image, pixels(), 6) and decoded.conversions == ()
 
     @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "PPM", "BMP"])
     def test_greyscale(self, kind):
         grey = pixels()[:, :, 0]
-        decoded = decode(encoded(Image.fromarray(grey), kind), None)
+        decoded = decode(encode(Image.fromarray(grey), kind), None)
         assert close(decoded.image, np.stack([grey] * 3, axis=2), 6 if kind == "JPEG" else 0)
         assert decoded.conversions == ("greyscale",)
 
     @pytest.mark.parametrize("kind", ["PNG", "TIFF", "BMP", "PPM"])
     def test_black_and_white(self, kind):
         mask = pixels()[:, :, 0] > 128
-        decoded = decode(encoded(Image.fromarray(mask), kind), None)
+        decoded = decode(encode(Image.fromarray(mask), kind), None)
         assert close(decoded.image, np.stack([mask * np.uint8(255)] * 3, axis=2))
         assert decoded.conversions == ("greyscale", "1-bit") or kind == "BMP"
 
@@ -69,48 +71,48 @@ class TestKinds:
         """Ink on all four plates, including one only black makes."""
         colours = np.array([[[0, 255, 255, 0], [255, 0, 255, 0], [0, 0, 0, 255], [0, 0, 0, 0]]], dtype=np.uint8)
         image = Image.frombytes("CMYK", (64, 16), colours.repeat(16, 0).repeat(16, 1).tobytes())
-        decoded = decode(encoded(image, "JPEG", quality=100), None)
+        decoded = decode(encode(image, "JPEG", quality=100), None)
         corners = decoded.image[8, 8::16].astype(int)
         expected = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 0], [255, 255, 255]])
         assert np.abs(corners - expected).max() < 12
         assert decoded.conversions == ("cmyk",)
 
     def test_palette(self):
-        image = picture().quantize(32)
+        image = make_picture().quantize(32)
         for kind in ("PNG", "GIF", "TIFF"):
-            decoded = decode(encoded(image, kind), None)
+            decoded = decode(encode(image, kind), None)
             assert close(decoded.image, np.asarray(image.convert("RGB")))
             assert decoded.conversions == ("palette",)
 
-    def test_palette_with_a_transparent_colour_lies_on_white(self):
+    def test_palette_transparency_is_white(self):
         image = Image.new("P", (4, 1))
         image.putpalette([255, 0, 0, 0, 0, 255, 0, 255, 0])
         image.putdata([0, 1, 2, 1])
         for kind in ("PNG", "GIF"):
-            decoded = decode(encoded(image, kind, transparency=1), None)
+            decoded = decode(encode(image, kind, transparency=1), None)
             assert decoded.image.tolist() == [[[255, 0, 0], [255] * 3, [0, 255, 0], [255] * 3]]
             assert decoded.conversions == ("palette", "alpha")
 
-    def test_palette_with_degrees_of_transparency(self):
+    def test_palette_with_partial_transparency(self):
         image = Image.new("P", (3, 1))
         image.putpalette([200, 0, 0] * 3)
         image.putdata([0, 1, 2])
-        decoded = decode(encoded(image, "PNG", transparency=bytes([255, 51, 0])), None)
+        decoded = decode(encode(image, "PNG", transparency=bytes([255, 51, 0])), None)
         assert decoded.image.tolist() == [[[200, 0, 0], [244, 204, 204], [255, 255, 255]]]
 
     @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
-    def test_alpha_lies_on_white(self, kind):
+    def test_alpha_is_composited_on_white(self, kind):
         alpha = np.linspace(0, 255, 240).reshape(12, 20)
         rgba = np.dstack([pixels(), alpha.astype(np.uint8)])
         options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
-        decoded = decode(encoded(Image.fromarray(rgba), kind, **options), None)
+        decoded = decode(encode(Image.fromarray(rgba), kind, **options), None)
         share = alpha.astype(np.uint8)[:, :, None] / 255
         assert close(decoded.image, np.rint(pixels() * share + 255 * (1 - share)), 1)
         assert decoded.conversions == ("alpha",)
 
     def test_grey_with_alpha(self):
         image = Image.merge("LA", (Image.new("L", (2, 1), 100), Image.fromarray(np.array([[255, 0]], dtype=np.uint8))))
-        decoded = decode(encoded(image, "PNG"), None)
+        decoded = decode(encode(image, "PNG"), None)
         assert decoded.image.tolist() == [[[100] * 3, [255] * 3]]
         assert decoded.conversions == ("alpha", "greyscale")
 
@@ -122,22 +124,22 @@ class TestKinds:
         assert decoded.conversions == ("alpha",)
 
     @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-    def test_of_an_animation_the_first_frame(self, kind):
+    def test_animation_gives_first_frame(self, kind):
         frames = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime", "blue")]
         options = {"lossless": True} if kind == "WEBP" else {}
-        decoded = decode(encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options), None)
+        decoded = decode(encode(frames[0], kind, save_all=True, append_images=frames[1:], **options), None)
         assert (decoded.image == [255, 0, 0]).all()
         assert "animated" in decoded.conversions
 
-    def test_of_several_pages_the_first(self):
+    def test_multi_page_gives_first_page(self):
         pages = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime")]
-        decoded = decode(encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:]), None)
+        decoded = decode(encode(pages[0], "TIFF", save_all=True, append_images=pages[1:]), None)
         assert (decoded.image == [255, 0, 0]).all()
         assert decoded.conversions == ("multi-page",)
 
     def test_a_single_pixel(self):
         for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"):
-            data = encoded(Image.new("RGB", (1, 1), "white"), kind)
+            data = encode(Image.new("RGB", (1, 1), "white"), kind)
             assert decode(data, None).image.shape == (1, 1, 3)
             assert (decode(data, (5, 7)).image == np.full((5, 7, 3), 255)).all()
 
@@ -148,7 +150,7 @@ class TestDeepImages:
 
     @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
     def test_16_bit_grey_is_scaled_by_its_range(self, kind):
-        data = encoded(Image.fromarray(self.RAMP), kind)
+        data = encode(Image.fromarray(self.RAMP), kind)
         decoded = decode(data, None)
         assert close(decoded.image, self.EXPECTED)
         assert decoded.conversions == ("16-bit", "greyscale")
@@ -162,12 +164,12 @@ class TestDeepImages:
         assert decoded.conversions == names
 
     def test_a_dark_16_bit_image_stays_dark(self):
-        decoded = decode(encoded(Image.fromarray(self.RAMP // 256), "PNG"), None)
+        decoded = decode(encode(Image.fromarray(self.RAMP // 256), "PNG"), None)
         assert decoded.image.max() == 1
 
     def test_16_bit_grey_of_another_byte_order_and_packed(self):
-        swapped = encoded(Image.frombytes("I;16B", (20, 12), self.RAMP.astype(">u2").tobytes()), "TIFF")
-        packed = encoded(Image.fromarray(self.RAMP), "TIFF", compression="tiff_lzw")
+        swapped = encode(Image.frombytes("I;16B", (20, 12), self.RAMP.astype(">u2").tobytes()), "TIFF")
+        packed = encode(Image.fromarray(self.RAMP), "TIFF", compression="tiff_lzw")
         for data in (swapped, packed):
             assert close(decode(data, None).image, self.EXPECTED)
             assert decode(data, None).conversions == ("16-bit", "greyscale")
@@ -212,13 +214,13 @@ class TestDeepImages:
         ],
     )
     def test_32_bit_grey(self, values, expected):
-        decoded = decode(encoded(Image.fromarray(values), "TIFF"), None)
+        decoded = decode(encode(Image.fromarray(values), "TIFF"), None)
         assert decoded.image[0, :, 0].tolist() == expected
         assert decoded.conversions == ("32-bit", "greyscale")
 
-    def test_no_number_at_all(self):
+    def test_non_finite_pixels(self):
         with pytest.raises(BadImage, match="without any finite value"):
-            decode(encoded(Image.fromarray(np.full((2, 2), np.nan, dtype=np.float32)), "TIFF"), None)
+            decode(encode(Image.fromarray(np.full((2, 2), np.nan, dtype=np.float32)), "TIFF"), None)
 
 
 def stored(upright, orientation):
@@ -238,12 +240,12 @@ def stored(upright, orientation):
 class TestOrientation:
     @pytest.mark.parametrize("orientation", range(1, 9))
     @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-    def test_the_image_is_the_right_way_up(self, kind, orientation):
+    def test_orientation_is_applied(self, kind, orientation):
         upright = pixels(16, 32)
         exif = Image.Exif()
         exif[0x0112] = orientation
         options = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"lossless": True}}.get(kind, {})
-        data = encoded(Image.fromarray(np.ascontiguousarray(stored(upright, orientation))), kind, exif=exif, **options)
+        data = encode(Image.fromarray(np.ascontiguousarray(stored(upright, orientation))), kind, exif=exif, **options)
         decoded = decode(data, None)
         assert close(decoded.image, upright, 8 if kind == "JPEG" else 0)
         assert decoded.original_size == (16, 32)
@@ -252,18 +254,18 @@ class TestOrientation:
     @pytest.mark.parametrize(
         "note", [b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0garbage", b"\xff" * 50]
     )
-    def test_a_damaged_note_does_not_spoil_the_picture(self, note):
-        assert close(decode(encoded(picture(), "JPEG", quality=95, exif=note), None).image, pixels(), 25)
+    def test_damaged_exif_is_ignored(self, note):
+        assert close(decode(encode(make_picture(), "JPEG", quality=95, exif=note), None).image, pixels(), 25)
 
-    def test_an_orientation_that_does_not_exist(self):
+    def test_unknown_orientation(self):
         exif = Image.Exif()
         exif[0x0112] = 9
-        assert decode(encoded(picture(), "PNG", exif=exif), None).conversions == ()
+        assert decode(encode(make_picture(), "PNG", exif=exif), None).conversions == ()
 
 
 class TestSize:
     @pytest.mark.parametrize("size", [(32, 32), (6, 10), (5, 40), (1, 1), (12, 20)])
-    def test_bilinear_with_antialiasing_to_exactly_that(self, size):
+    def test_resize_is_bilinear_with_antialiasing(self, size):
         """As torch does it, but for rounding."""
         decoded = decode(png(), size)
         image = torch.from_numpy(pixels()).permute(2, 0, 1)[None].float()
@@ -294,7 +296,7 @@ class TestBadFiles:
             (SMALL["WebP"][:-20], "WEBP"),
         ],
     )
-    def test_the_reason_is_one_a_user_understands(self, data, reason):
+    def test_reasons_are_readable(self, data, reason):
         with pytest.raises(BadImage, match=reason) as caught:
             decode(data, (8, 8))
         assert "0x" not in str(caught.value) and "\n" not in str(caught.value)
@@ -305,27 +307,27 @@ class TestBadFiles:
             with pytest.raises(BadImage):
                 decode(data, None)
 
-    def test_also_if_others_in_the_process_load_truncated_images(self, monkeypatch):
+    def test_truncated_even_if_pillow_setting_allows(self, monkeypatch):
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
         with pytest.raises(BadImage, match="truncated"):
             decode(png()[:-40], None)
         assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
     @pytest.mark.parametrize("size", [(100_000, 100_000), (11_000, 10_000), (2**31 - 1, 1), (1, 2**31 - 1)])
-    def test_too_many_pixels_are_refused_by_the_header(self, size):
+    def test_too_many_pixels_are_refused_from_header(self, size):
         with pytest.raises(BadImage, match="too many pixels"):
             decode(raw_png(*size, 8, 2, b""), (8, 8))
 
-    def test_fewer_are_not_even_where_pillow_would_warn(self):
+    def test_large_image_below_limit_is_read(self):
         assert Image.MAX_IMAGE_PIXELS < 9_500 * 10_000
         with pytest.raises(BadImage, match="truncated"):
             decode(raw_png(9_500, 10_000, 8, 2, b""), (8, 8))
 
-    def test_a_colour_model_that_is_not_read(self):
+    def test_unsupported_colour_model(self):
         with pytest.raises(BadImage, match="colour model LAB"):
-            decode(encoded(Image.new("LAB", (4, 4)), "TIFF"), None)
+            decode(encode(Image.new("LAB", (4, 4)), "TIFF"), None)
 
-    def test_the_check_for_damage_is_a_real_one(self):
+    def test_damage_check_detects_damage(self):
         """What the tests below mutate decodes as it is."""
         for data in SMALL.values():
             decode(data, (8, 8))
@@ -349,7 +351,7 @@ def test_any_flipped_bit_decodes_or_is_a_bad_image(kind, place, bit):
 
 
 @given(kind=st.sampled_from(sorted(SMALL)), place=st.integers(0, 10**6), junk=st.binary(max_size=40))
-def test_any_junk_in_it_decodes_or_is_a_bad_image(kind, place, junk):
+def test_inserted_junk_decodes_or_is_a_bad_image(kind, place, junk):
     data = bytearray(SMALL[kind])
     data[place % len(data) : place % len(data) + len(junk)] = junk
     decodes_or_says_why(bytes(data))
@@ -370,6 +372,6 @@ def test_every_single_flip_near_the_start(kind):
             decodes_or_says_why(bytes(data))
 
 
-def test_the_same_file_always_gives_the_same_pixels():
+def test_decoding_is_deterministic():
     for data in SMALL.values():
         assert (decode(data, (8, 9)).image == decode(io.BytesIO(data).getvalue(), (8, 9)).image).all()

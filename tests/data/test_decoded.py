@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_images import closed, pixels, png, put, real_data, small_domain, zipped
+from made_images import closed, make_small_domain, pixels, png, real_data, write_files, write_zip
 from PIL import Image
 
 from ratp._core import locks as file_lock
@@ -30,13 +30,13 @@ from ratp.data.domain import LabelledDomain
 from ratp.data.read.tree import ImageTree
 from ratp.errors import RatpError
 
-FILES = small_domain(("cat", "dog", "画像"), 4)
+FILES = make_small_domain(("cat", "dog", "画像"), 4)
 BAD = {"cat/0.png": b"", "cat/zz.jpg": b"<html>", "dog/1.png": png()[:-40]}
 
 
 @pytest.fixture
 def source(tmp_path):
-    return put(tmp_path / "photo", FILES)
+    return write_files(tmp_path / "photo", FILES)
 
 
 @pytest.fixture
@@ -86,13 +86,13 @@ class TestOpening:
         assert (domain.skipped, domain.notes) == ((), ())
         LabelledDomain(domain.name, domain.images, domain.class_index, domain.class_names)
 
-    def test_the_second_time_no_image_is_read(self, source, cache, no_reading):
+    def test_second_open_reads_no_image(self, source, cache, no_reading):
         first = open_decoded(source, 8, cache=cache)
         no_reading()
         assert is_same(open_decoded(source, 8, cache=cache), first)
 
-    def test_neither_is_one_of_an_archive_wherever_it_lies(self, tmp_path, cache, no_reading):
-        path = zipped(tmp_path / "photo.zip", FILES)
+    def test_second_open_of_moved_archive_reads_no_image(self, tmp_path, cache, no_reading):
+        path = write_zip(tmp_path / "photo.zip", FILES)
         first = open_decoded(path, 8, cache=cache)
         no_reading()
         (tmp_path / "moved").mkdir()
@@ -102,41 +102,41 @@ class TestOpening:
         assert torch.equal(first.images, second.images) and first.manifest.hash == second.manifest.hash
 
     def test_a_flat_domain(self, tmp_path, cache, no_reading):
-        put(tmp_path / "new", {"1.png": png(1), "2.png": png(2)})
+        write_files(tmp_path / "new", {"1.png": png(1), "2.png": png(2)})
         first = open_decoded(tmp_path / "new", 8, cache=cache)
         assert (first.class_names, first.class_index, len(first)) == (None, None, 2)
         no_reading()
         assert is_same(open_decoded(tmp_path / "new", 8, cache=cache), first)
 
-    def test_every_size_is_an_entry_of_its_own(self, source, cache):
+    def test_each_size_has_its_own_entry(self, source, cache):
         shapes = {open_decoded(source, size, cache=cache).images.shape[2:] for size in (8, (8, 9), (9, 8), 8)}
         assert shapes == {(8, 8), (8, 9), (9, 8)}
         assert len(cache_entries(cache)) == 3
 
-    def test_the_usual_cache_is_the_one_of_the_user(self, source, cache, monkeypatch):
+    def test_default_cache_is_the_users(self, source, cache, monkeypatch):
         monkeypatch.setenv("RATP_CACHE", str(cache))
         open_decoded(source, 8)
         assert len(cache_entries(cache)) == 1
 
-    def test_progress_is_told_only_if_there_is_work(self, source, cache):
-        told = []
+    def test_progress_is_reported_only_when_working(self, source, cache):
+        reported = []
         for _ in range(2):
-            open_decoded(source, 8, cache=cache, progress=lambda *numbers: told.append(numbers))
-        assert told == [(12, 12)]
+            open_decoded(source, 8, cache=cache, progress=lambda *numbers: reported.append(numbers))
+        assert reported == [(12, 12)]
 
-    def test_processes_make_no_difference(self, source, tmp_path, monkeypatch):
+    def test_process_count_does_not_matter(self, source, tmp_path, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         domains = [open_decoded(source, 8, cache=tmp_path / str(n), workers=n) for n in (1, 2)]
         assert is_same(*domains)
 
-    def test_writing_to_the_images_never_reaches_the_cache(self, source, cache):
+    def test_writes_to_images_do_not_reach_cache(self, source, cache):
         first = open_decoded(source, (8, 9), cache=cache)
         first.images.fill_(7)
         second = open_decoded(source, (8, 9), cache=cache)
         second.images[0] = 9
         assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected(FILES))
 
-    def test_mistakes_of_the_caller(self, source, cache):
+    def test_invalid_arguments(self, source, cache):
         for size in (0, (3, -1)):
             with pytest.raises(RatpError, match="the size must be 1 or more"):
                 open_decoded(source, size, cache=cache)
@@ -149,7 +149,7 @@ class TestOpening:
         image = Image.fromarray(pixels(4, 4)).resize((8, 8))
         image.save(tmp_path / "one.png")
         data = (tmp_path / "one.png").read_bytes()
-        path = zipped(tmp_path / "many.zip", {f"a/{k}.png": data for k in range(80)})
+        path = write_zip(tmp_path / "many.zip", {f"a/{k}.png": data for k in range(80)})
         open_decoded(path, 512, cache=cache)
 
         def resident():
@@ -164,8 +164,8 @@ class TestOpening:
 
 
 class TestBadImages:
-    def test_by_default_they_stop_and_nothing_is_cached(self, source, cache):
-        put(source, BAD)
+    def test_bad_images_stop_by_default_and_cache_nothing(self, source, cache):
+        write_files(source, BAD)
         for _ in range(2):
             with pytest.raises(RatpError) as caught:
                 open_decoded(source, 8, cache=cache)
@@ -178,17 +178,17 @@ class TestBadImages:
             ]
         assert os.listdir(cache / "decoded") == []
 
-    def test_of_many_twenty_are_named(self, tmp_path, cache):
-        put(tmp_path / "d", {f"a/{k:03}.png": b"" for k in range(50)})
+    def test_at_most_twenty_are_named(self, tmp_path, cache):
+        write_files(tmp_path / "d", {f"a/{k:03}.png": b"" for k in range(50)})
         with pytest.raises(RatpError, match="50 bad among 50") as caught:
             open_decoded(tmp_path / "d", 8, cache=cache)
         assert len(str(caught.value).splitlines()) == 23
         assert "and 30 more" in str(caught.value)
 
     @pytest.mark.parametrize("workers", [1, 2])
-    def test_skipped_ones_are_left_out_and_named(self, source, cache, no_reading, workers, monkeypatch):
+    def test_skipped_images_are_named(self, source, cache, no_reading, workers, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 3)
-        put(source, BAD)
+        write_files(source, BAD)
         first = open_decoded(source, (8, 9), cache=cache, on_bad="skip", workers=workers)
         good = {name: data for name, data in FILES.items() if name not in BAD}
         assert torch.equal(first.images, expected(good))
@@ -201,27 +201,27 @@ class TestBadImages:
         with pytest.raises(RatpError, match="3 bad among 13"):
             open_decoded(source, (8, 9), cache=cache)
 
-    def test_the_last_files_may_be_the_bad_ones(self, tmp_path, cache):
-        put(tmp_path / "d", {"a/1.png": png(1), "a/2.png": b"", "b/3.png": b""})
+    def test_last_files_can_be_bad(self, tmp_path, cache):
+        write_files(tmp_path / "d", {"a/1.png": png(1), "a/2.png": b"", "b/3.png": b""})
         domain = open_decoded(tmp_path / "d", (8, 9), cache=cache, on_bad="skip")
         assert torch.equal(domain.images, expected({"a/1.png": png(1)}))
         assert domain.class_names == ("a", "b")
         assert cache_entries(cache)[0].images == 1
 
-    def test_nothing_but_bad_files(self, tmp_path, cache):
-        put(tmp_path / "d", {"a/1.png": b"", "a/2.png": b""})
-        told = r"d has 2 images, none of them usable:\n  a/1\.png: empty \(0 bytes\)"
-        with pytest.raises(RatpError, match=told):
+    def test_only_bad_files(self, tmp_path, cache):
+        write_files(tmp_path / "d", {"a/1.png": b"", "a/2.png": b""})
+        expected = r"d has 2 images, none of them usable:\n  a/1\.png: empty \(0 bytes\)"
+        with pytest.raises(RatpError, match=expected):
             open_decoded(tmp_path / "d", 8, cache=cache, on_bad="skip")
 
-    def test_a_folder_out_of_reach_stops_too(self, source, cache):
+    def test_unreachable_folder_stops(self, source, cache):
         (source / "elephant").symlink_to("nowhere")
         with pytest.raises(RatpError, match="elephant: is a link to nothing"):
             open_decoded(source, 8, cache=cache)
         assert open_decoded(source, 8, cache=cache, on_bad="skip").skipped == (("elephant", "is a link to nothing"),)
 
     @pytest.mark.parametrize("on_bad", ["stop", "skip"])
-    def test_a_folder_that_cannot_be_read_is_never_left_out(self, source, cache, monkeypatch, on_bad):
+    def test_unreadable_folder_is_never_skipped(self, source, cache, monkeypatch, on_bad):
         """It is a whole class."""
         closed(monkeypatch, "dog")
         with pytest.raises(RatpError, match="dog is a folder that cannot be read: Permission denied") as caught:
@@ -229,7 +229,7 @@ class TestBadImages:
         assert "A whole class may be missing: make these folders readable" in str(caught.value)
         assert "skip" not in str(caught.value)
 
-    def test_what_cannot_be_read_today_is_tried_again_tomorrow(self, source, cache, monkeypatch):
+    def test_unreadable_file_is_retried_next_time(self, source, cache, monkeypatch):
         read = Path.open
 
         def refusing(path, *arguments, **options):
@@ -249,26 +249,26 @@ class TestBadImages:
 class TestChanges:
     def test_a_changed_source_is_decoded_again(self, source, cache):
         open_decoded(source, (8, 9), cache=cache)
-        put(source, {"cat/1.png": png(50)})
+        write_files(source, {"cat/1.png": png(50)})
         assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected({**FILES, "cat/1.png": png(50)}))
         (source / "dog").rename(source / "cow")
         assert open_decoded(source, (8, 9), cache=cache).class_names == ("cat", "cow", "画像")
 
-    def test_what_is_ignored_is_looked_up_every_time(self, source, cache, no_reading):
+    def test_ignored_files_are_listed_every_time(self, source, cache, no_reading):
         open_decoded(source, 8, cache=cache)
         no_reading()
-        put(source, {"notes.txt": b""})
+        write_files(source, {"notes.txt": b""})
         assert open_decoded(source, 8, cache=cache).manifest.ignored == ("notes.txt",)
 
-    def test_what_is_passed_over_is_told_every_time(self, source, cache, no_reading):
-        put(source, {"cat/new.heic": b"", "dog/also.heic": b""})
-        told = f"{source.name}: 2 files skipped, unsupported format: .heic (2)"
+    def test_skipped_files_are_reported_every_time(self, source, cache, no_reading):
+        write_files(source, {"cat/new.heic": b"", "dog/also.heic": b""})
+        expected = f"{source.name}: 2 files skipped, unsupported format: .heic (2)"
         (note,) = open_decoded(source, 8, cache=cache).notes
-        assert note.startswith(told)
+        assert note.startswith(expected)
         no_reading()
         assert open_decoded(source, 8, cache=cache).notes == (note,)
 
-    def test_folders_whose_files_look_alike_are_not_confused(self, tmp_path, cache):
+    def test_similar_folders_are_not_confused(self, tmp_path, cache):
         """Names, sizes and times agree; only the pixels differ."""
         looks = []
         for k, name in enumerate(("one", "two")):
@@ -279,15 +279,15 @@ class TestChanges:
             looks.append(open_decoded(folder, 8, cache=cache).images)
         assert not torch.equal(*looks)
 
-    def test_another_version_of_the_decoder_is_another_entry(self, source, cache, monkeypatch):
+    def test_new_decoder_version_makes_new_entry(self, source, cache, monkeypatch):
         open_decoded(source, 8, cache=cache)
         monkeypatch.setattr(decoded, "package_version", lambda _: "99.0")
         open_decoded(source, 8, cache=cache)
         assert len(cache_entries(cache)) == 2
 
-    def test_a_source_that_changes_meanwhile_is_refused(self, source, cache):
+    def test_source_changed_while_reading_is_refused(self, source, cache):
         def download(*_):
-            put(source, {"cat/new.png": png(9)})
+            write_files(source, {"cat/new.png": png(9)})
 
         with pytest.raises(RatpError, match="changed while it was being read"):
             open_decoded(source, 8, cache=cache, progress=download)
@@ -334,7 +334,7 @@ DAMAGES = {
 
 class TestDamage:
     @pytest.mark.parametrize("kind", DAMAGES)
-    def test_a_damaged_entry_is_made_anew(self, source, cache, kind, no_reading):
+    def test_damaged_entry_is_rebuilt(self, source, cache, kind, no_reading):
         first = open_decoded(source, (8, 9), cache=cache)
         first = replace(first, images=first.images.clone())
         DAMAGES[kind](cache / "decoded")
@@ -348,19 +348,21 @@ class TestDamage:
         shutil.rmtree(cache)
         assert torch.equal(domain.images, expected(FILES))
 
-    def test_what_a_killed_writer_left_is_cleared_away(self, source, cache):
+    def test_leftovers_of_killed_writer_are_removed(self, source, cache):
         open_decoded(source, (8, 9), cache=cache)
         (entry,) = cache_entries(cache)
         folder = cache / "decoded"
         (folder / f"{entry.key}.json").unlink()
-        put(folder, {f"{entry.key}.part-abc": bytes(99), f".{entry.key}.json.abc": b"{", f"{entry.key}.lock": b""})
+        write_files(
+            folder, {f"{entry.key}.part-abc": bytes(99), f".{entry.key}.json.abc": b"{", f"{entry.key}.lock": b""}
+        )
         open_decoded(source, (8, 9), cache=cache)
         assert sorted(os.listdir(folder)) == sorted(f"{entry.key}.{end}" for end in ("images", "json", "manifest.json"))
 
 
 class TestWithoutACache:
     @pytest.mark.parametrize("workers", [1, 2])
-    def test_a_folder_that_cannot_be_made(self, source, tmp_path, workers, monkeypatch):
+    def test_folder_that_cannot_be_created(self, source, tmp_path, workers, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 3)
         (tmp_path / "file").write_text("in the way")
         domain = open_decoded(source, (8, 9), cache=tmp_path / "file", workers=workers)
@@ -368,7 +370,7 @@ class TestWithoutACache:
         assert "cannot be used" in domain.notes[0] and "kept in memory" in domain.notes[0]
         assert len(domain.notes) == 1
 
-    def test_a_folder_that_cannot_be_written(self, source, cache, monkeypatch):
+    def test_unwritable_folder(self, source, cache, monkeypatch):
         def refused(*_, **__):
             raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -377,7 +379,7 @@ class TestWithoutACache:
         assert torch.equal(domain.images, expected(FILES))
         assert "(Permission denied)" in domain.notes[0]
 
-    def test_a_cache_that_can_only_be_read(self, source, cache, monkeypatch, no_reading):
+    def test_read_only_cache(self, source, cache, monkeypatch, no_reading):
         first = open_decoded(source, 8, cache=cache)
 
         def refused(*_, **__):
@@ -398,7 +400,7 @@ class TestWithoutACache:
         assert "no cache folder" in domain.notes[0]
 
     @pytest.mark.faults(4, "images that do not fit into the cache are kept in memory")
-    def test_a_disk_that_fills_up_leaves_nothing_behind(self, source, cache, monkeypatch):
+    def test_full_disk_leaves_nothing_behind(self, source, cache, monkeypatch):
         write, written = os.pwrite, []
 
         def full(handle, data, offset):
@@ -414,7 +416,7 @@ class TestWithoutACache:
         assert os.listdir(cache / "decoded") == []
 
     @pytest.mark.parametrize("pause", [0.0001, 100])
-    def test_a_disk_that_fails_to_write_what_it_took(self, source, cache, monkeypatch, pause):
+    def test_late_write_error_is_handled(self, source, cache, monkeypatch, pause):
         def broken(_):
             raise OSError(errno.EIO, "Input/output error")
 
@@ -426,7 +428,7 @@ class TestWithoutACache:
         assert os.listdir(cache / "decoded") == []
 
     @pytest.mark.parametrize("manifest_fits", [False, True])
-    def test_also_if_only_the_index_does_not_fit(self, source, cache, monkeypatch, manifest_fits):
+    def test_full_disk_while_writing_index(self, source, cache, monkeypatch, manifest_fits):
         write = decoded_cache.write_json
 
         def full(path, data):
@@ -447,7 +449,7 @@ class TestWithoutACache:
             open_decoded(source, (8, 9), cache=cache)
         assert os.listdir(cache / "decoded") == []
 
-    def test_memory_that_runs_out_on_the_way(self, source, tmp_path, monkeypatch):
+    def test_memory_runs_out_while_decoding(self, source, tmp_path, monkeypatch):
         def full(*_):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -456,7 +458,7 @@ class TestWithoutACache:
         with pytest.raises(RatpError, match=r"memory cannot take them either \(Cannot allocate memory\)"):
             open_decoded(source, 8, cache=tmp_path / "file")
 
-    def test_without_files_in_memory_there_are_nameless_ones(self, source, tmp_path, monkeypatch):
+    def test_unnamed_files_replace_memory_files(self, source, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("in the way")
         monkeypatch.delattr(os, "memfd_create", raising=False)
         assert torch.equal(open_decoded(source, (8, 9), cache=tmp_path / "file").images, expected(FILES))
@@ -488,8 +490,8 @@ print(hashlib.sha256(domain.images.numpy()).hexdigest(), len(domain), domain.not
 
 class TestSeveralProcesses:
     @pytest.mark.slow
-    def test_two_at_once_get_the_same(self, tmp_path, cache):
-        path = zipped(tmp_path / "d.zip", {f"a/{k}.png": png(k, 40, 40) for k in range(300)})
+    def test_concurrent_opens_agree(self, tmp_path, cache):
+        path = write_zip(tmp_path / "d.zip", {f"a/{k}.png": png(k, 40, 40) for k in range(300)})
         ready = [str(tmp_path / name) for name in ("one", "two")]
         started = [
             subprocess.Popen(
@@ -504,7 +506,7 @@ class TestSeveralProcesses:
         assert len(answers) == 1 and answers.pop().endswith(" 300 ()\n")
         assert len(os.listdir(cache / "decoded")) == 3
 
-    def test_the_second_waits_for_the_first_and_takes_its_work(self, source, cache, monkeypatch):
+    def test_second_process_waits_and_reuses_entry(self, source, cache, monkeypatch):
         """The other writer finishes between our look into the cache and our turn to write."""
         first = open_decoded(source, (8, 9), cache=cache)
         load, looks = decoded_cache.Slot.load, []
@@ -518,7 +520,7 @@ class TestSeveralProcesses:
         assert is_same(open_decoded(source, (8, 9), cache=cache), first)
         assert len(looks) == 2
 
-    def test_a_file_system_without_locks(self, source, cache, monkeypatch):
+    def test_file_system_without_locks(self, source, cache, monkeypatch):
         def unsupported(*_):
             raise OSError(errno.ENOLCK, "No locks available")
 
@@ -546,7 +548,7 @@ class TestEviction:
         open_decoded(source, 8, cache=cache)
         assert [entry.height for entry in cache_entries(cache)] == [9, 10, 8]
 
-    def test_the_least_recently_used_go_first(self, source, cache):
+    def test_least_recently_used_is_evicted_first(self, source, cache):
         oldest, middle, newest = self.three(source, cache)
         total = sum(entry.bytes for entry in (oldest, middle, newest))
         assert evict(cache, total) == []
@@ -556,20 +558,20 @@ class TestEviction:
         assert os.listdir(cache / "decoded") == []
         assert evict(cache, 0) == [] == evict(cache / "nowhere", 0)
 
-    def test_what_is_being_written_stays(self, source, cache):
+    def test_entry_being_written_is_kept(self, source, cache):
         oldest, middle, newest = self.three(source, cache)
         with decoded_cache.Slot.of(cache, oldest.key, 8, 8).writing():
             assert evict(cache, 0) == [middle, newest]
         assert cache_entries(cache) == [oldest]
 
-    def test_leftovers_go_before_entries(self, source, cache):
+    def test_leftovers_are_evicted_before_entries(self, source, cache):
         entries = self.three(source, cache)
-        put(cache / "decoded", {"0123.part-xyz": bytes(50), ".4567.json.abc": b"{", "89ab.images": bytes(9)})
+        write_files(cache / "decoded", {"0123.part-xyz": bytes(50), ".4567.json.abc": b"{", "89ab.images": bytes(9)})
         removed = evict(cache, sum(entry.bytes for entry in entries))
         assert sorted(entry.key for entry in removed) == ["0123", "4567", "89ab"]
         assert cache_entries(cache) == entries
 
-    def test_a_folder_that_cannot_be_written(self, source, cache, monkeypatch):
+    def test_unwritable_folder(self, source, cache, monkeypatch):
         self.three(source, cache)
 
         def refused(*_, **__):
@@ -579,7 +581,7 @@ class TestEviction:
         with pytest.raises(RatpError, match=r"cannot remove files from .*: Permission denied"):
             evict(cache, 0)
 
-    def test_room_is_made_for_what_is_needed(self, source, cache, monkeypatch):
+    def test_eviction_makes_enough_room(self, source, cache, monkeypatch):
         oldest, *others = self.three(source, cache)
         needed = 12 * 3 * 11 * 11
         usage = shutil.disk_usage(cache)

@@ -51,14 +51,14 @@ def test_classes_are_balanced_in_both_parts(domains, code):
 
 
 @pytest.mark.parametrize("code", DOMAINS)
-def test_every_stretch_of_a_domain_has_all_classes_and_both_parts(domains, code):
+def test_every_slice_has_all_classes_and_both_parts(domains, code):
     domain = domains[code]
     for start in range(0, len(domain) - 300, 300):
         assert domain.labels[start : start + 300].bincount(minlength=10).min() > 8
         assert 40 < int(domain.held_out[start : start + 300].sum()) < 110
 
 
-def test_no_scan_is_on_both_sides(domains):
+def test_no_scan_is_in_both_parts(domains):
     train, test = set(), set()
     for code in ("scan", "photo"):
         scans, held_out = scan_ids(code), domains[code].held_out.numpy()
@@ -70,7 +70,7 @@ def test_no_scan_is_on_both_sides(domains):
     assert 0.2 <= len(test) / 1797 <= 0.26
 
 
-def test_images_show_the_scans_they_are_said_to_show(domains):
+def test_images_match_their_scan_ids(domains):
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -83,13 +83,13 @@ def test_images_show_the_scans_they_are_said_to_show(domains):
     for k in range(0, 1797, 29):
         assert np.corrcoef(back[k], data.data[scans[k]])[0, 1] > 0.9
     # Where there is no ink, the photograph is untouched; full ink shows its negative. Laying the ink on again
-    # makes the negative positive: the image gets smoother. A wrong scan would leave edges of its own.
+    # makes the negative positive: the image gets smoother. A wrong scan would leave extra edges.
     by_scan = torch.empty_like(ink)
     by_scan[torch.from_numpy(scans)] = ink
     photo = domains["photo"].images.float()
-    said = torch.from_numpy(scan_ids("photo"))
-    right = (photo - by_scan[said][:, None]).abs()
-    wrong = (photo - by_scan[said.roll(1)][:, None]).abs()
+    expected_ids = torch.from_numpy(scan_ids("photo"))
+    right = (photo - by_scan[expected_ids][:, None]).abs()
+    wrong = (photo - by_scan[expected_ids.roll(1)][:, None]).abs()
 
     def edges(images):
         return images.diff(dim=3).abs().mean((1, 2, 3)) + images.diff(dim=2).abs().mean((1, 2, 3))
@@ -98,12 +98,12 @@ def test_images_show_the_scans_they_are_said_to_show(domains):
 
 
 @pytest.mark.parametrize("code", DOMAINS)
-def test_no_image_twice(domains, code):
+def test_no_duplicate_images(domains, code):
     images = domains[code].images.flatten(1).numpy()
     assert len({image.tobytes() for image in images}) == len(images)
 
 
-def test_the_looks_differ(domains):
+def test_domains_look_different(domains):
     scan = domains["scan"].images
     assert (scan == scan[:, :1]).all(), "scans are grey"
     assert (scan[:, :, 0] == 0).all(), "with a black frame"
@@ -115,7 +115,7 @@ def test_the_looks_differ(domains):
         assert spread > 20, "bright and dark images alike"
 
 
-def test_building_again_gives_the_same_bytes_whatever_the_global_generators_do(domains, monkeypatch):
+def test_building_is_deterministic(domains, monkeypatch):
     assert demo._BUILDERS["scan"]().fingerprint() == domains["scan"].fingerprint()
     monkeypatch.setattr(demo, "_TRAIN_PER_CLASS", 15)
     monkeypatch.setattr(demo, "_TEST_PER_CLASS", 5)
@@ -149,7 +149,7 @@ def test_a_damaged_cache_is_rebuilt(domains, tmp_path, monkeypatch):
     assert path.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(domains, tmp_path, monkeypatch):
+def test_unwritable_cache_is_tolerated(domains, tmp_path, monkeypatch):
     monkeypatch.setitem(demo._BUILDERS, "scan", lambda: domains["scan"])
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("RATP_CACHE", str(tmp_path / "file" / "cache"))
@@ -181,7 +181,7 @@ def test_the_key_follows_code_and_libraries(monkeypatch, tmp_path):
     assert key() == keys[0]
 
 
-def test_unknown_codes_are_answered_with_the_nearest():
+def test_unknown_code_suggests_the_nearest():
     with pytest.raises(RatpError, match=r"unknown demo domain 'streat'\. Did you mean 'street'\?"):
         demo_domain("streat")
     with pytest.raises(RatpError, match="Valid: photo, scan"):
@@ -207,7 +207,7 @@ def test_only_fonts_that_can_write_digits_are_used():
 
 
 @pytest.mark.slow
-def test_importing_is_light():
+def test_import_is_light():
     code = (
         "import sys, ratp.data.demo, ratp.data.cache.folder, ratp.data.contact_sheet;"
         "print([m for m in ('matplotlib', 'sklearn', 'PIL', 'torchvision') if m in sys.modules])"

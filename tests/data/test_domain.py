@@ -7,19 +7,26 @@ from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
 
 
-def images(count=4, height=5, width=6):
+def make_images(count=4, height=5, width=6):
     return torch.arange(count * 3 * height * width).reshape(count, 3, height, width).to(torch.uint8)
 
 
 def labelled(**changes):
-    domain = {"name": "MT", "images": images(), "labels": torch.tensor([0, 1, 1, 0]), "classes": ("cat", "dog")}
+    domain = {"name": "MT", "images": make_images(), "labels": torch.tensor([0, 1, 1, 0]), "classes": ("cat", "dog")}
     return LabelledDomain(**{**domain, **changes})
 
 
 class TestChecks:
     @pytest.mark.parametrize(
         "bad",
-        [images().float(), images().long(), images()[0], images()[:, :2], images().movedim(1, 3), images()[:0]],
+        [
+            make_images().float(),
+            make_images().long(),
+            make_images()[0],
+            make_images()[:, :2],
+            make_images().movedim(1, 3),
+            make_images()[:0],
+        ],
         ids=["float", "int64", "one image", "two channels", "channels last", "none"],
     )
     def test_images_must_be_a_non_empty_stack_of_uint8(self, bad):
@@ -37,7 +44,7 @@ class TestChecks:
         ],
         ids=["too few", "float", "int32", "a column"],
     )
-    def test_labels_must_be_one_whole_number_an_image(self, bad):
+    def test_labels_must_be_one_integer_per_image(self, bad):
         with pytest.raises(RatpError, match="'MT': labels must be int64 of shape"):
             labelled(labels=bad)
 
@@ -65,7 +72,7 @@ class TestUnlabelled:
     def test_it_has_the_images_and_no_labels(self):
         domain = labelled(held_out=torch.tensor([True, False, False, True])).unlabelled()
         assert isinstance(domain, UnlabelledDomain)
-        assert torch.equal(domain.images, images())
+        assert torch.equal(domain.images, make_images())
         assert set(vars(domain)) == {"name", "images", "manifest"}
         assert not isinstance(domain, LabelledDomain)
         assert len(domain) == 4
@@ -73,27 +80,27 @@ class TestUnlabelled:
 
 class TestSubset:
     @pytest.mark.parametrize("index", [torch.tensor([False, True, False, True]), torch.tensor([1, 3])])
-    def test_by_mask_or_positions(self, index):
+    def test_subset_by_mask_or_positions(self, index):
         part = labelled(held_out=torch.ones(4, dtype=torch.bool)).subset(index)
-        assert torch.equal(part.images, images()[[1, 3]])
+        assert torch.equal(part.images, make_images()[[1, 3]])
         assert part.labels.tolist() == [1, 0]
         assert (part.name, part.classes, part.held_out) == ("MT", ("cat", "dog"), None)
 
-    def test_of_nothing_is_refused(self):
+    def test_empty_subset_is_refused(self):
         with pytest.raises(RatpError, match="empty"):
             labelled().subset(torch.zeros(4, dtype=torch.bool))
 
 
 class TestFingerprint:
-    def test_it_is_that_of_the_contents(self):
-        copy = labelled(images=images().clone(), labels=torch.tensor([0, 1, 1, 0]))
+    def test_fingerprint_is_of_the_contents(self):
+        copy = labelled(images=make_images().clone(), labels=torch.tensor([0, 1, 1, 0]))
         assert labelled().fingerprint() == copy.fingerprint()
-        flipped = images().flip(3)
+        flipped = make_images().flip(3)
         assert labelled(images=flipped).fingerprint() == labelled(images=flipped.contiguous()).fingerprint()
 
-    def test_every_part_counts(self):
+    def test_fingerprint_covers_every_part(self):
         mask = torch.tensor([True, False, False, False])
-        pixel = images()
+        pixel = make_images()
         pixel[3, 2, 4, 5] += 1
         variants = [
             labelled(),
@@ -102,14 +109,14 @@ class TestFingerprint:
             labelled(classes=("cat", "dog", "fox")),
             labelled(labels=torch.tensor([0, 1, 1, 1])),
             labelled(images=pixel),
-            labelled(images=images().reshape(4, 3, 6, 5)),
+            labelled(images=make_images().reshape(4, 3, 6, 5)),
             labelled(held_out=mask),
             labelled(held_out=~mask),
-            labelled(images=images().flip(0), labels=torch.tensor([0, 1, 1, 0])),
+            labelled(images=make_images().flip(0), labels=torch.tensor([0, 1, 1, 0])),
         ]
         assert len({domain.fingerprint() for domain in variants}) == len(variants)
 
-    def test_moving_it_does_not_change_it(self):
+    def test_fingerprint_ignores_device(self):
         domain = labelled(held_out=torch.tensor([True, False, False, False]))
         assert domain.to(torch.device("cpu")).fingerprint() == domain.fingerprint()
         assert torch.equal(domain.to(torch.device("cpu")).held_out, domain.held_out)

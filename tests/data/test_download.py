@@ -75,7 +75,7 @@ def test_present_file_with_wrong_hash_is_replaced(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_present_file_with_wrong_hash_stays_until_there_is_a_better_one(server, target):
+def test_present_file_with_wrong_hash_stays_until_replaced(server, target):
     target.parent.mkdir()
     target.write_bytes(b"old")
     with pytest.raises(DownloadError):
@@ -103,7 +103,7 @@ def test_resumes_in_a_later_call(server, target):
     assert ranges(server)[-1] == "bytes=5000-"
 
 
-def test_resumes_with_a_date_where_there_is_no_strong_tag(server, target):
+def test_resumes_with_date_without_strong_etag(server, target):
     dated = {"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
     url = server.serve("/a", Answer(stop_after=10, etag='W/"weak"', headers=dated), Answer(etag=None, headers=dated))
     download([url], target, None, patience=QUICK)
@@ -111,14 +111,14 @@ def test_resumes_with_a_date_where_there_is_no_strong_tag(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_starts_anew_where_nothing_says_it_is_the_same_file(server, target):
+def test_restarts_without_validator(server, target):
     url = server.serve("/a", Answer(stop_after=10, etag=None), Answer(etag=None))
     download([url], target, None, patience=QUICK)
     assert ranges(server) == [None, None]
     assert target.read_bytes() == BODY
 
 
-def test_a_known_hash_is_enough_to_resume(server, target):
+def test_known_hash_allows_resume(server, target):
     url = server.serve("/a", Answer(stop_after=10, etag=None), Answer(etag=None))
     download([url], target, HASH, patience=QUICK)
     assert ranges(server) == [None, "bytes=10-"]
@@ -126,20 +126,20 @@ def test_a_known_hash_is_enough_to_resume(server, target):
 
 
 @pytest.mark.faults(8, "a file that has changed on the server is loaded anew")
-def test_a_changed_file_is_not_glued_to_the_old_one(server, target):
+def test_changed_file_is_not_appended_to_old_part(server, target):
     url = server.serve("/a", Answer(OTHER, stop_after=5000), Answer(etag='"two"'))
     download([url], target, None, patience=QUICK)
     assert target.read_bytes() == BODY
 
 
-def test_a_changed_file_is_noticed_where_the_server_ignores_if_range(server, target):
+def test_changed_file_is_detected_without_if_range(server, target):
     url = server.serve("/a", Answer(OTHER, stop_after=5000), Answer(etag='"two"', if_range=False))
     download([url], target, None, patience=QUICK)
     assert target.read_bytes() == BODY
     assert ranges(server) == [None, "bytes=5000-", None]
 
 
-def test_a_changed_file_with_the_same_tag_is_caught_by_its_hash(server, target):
+def test_changed_file_with_same_etag_is_caught_by_hash(server, target):
     url = server.serve("/a", Answer(OTHER, stop_after=5000), *[Answer(stop_after=0)] * 3, Answer())
     with pytest.raises(DownloadError):
         download([url], target, HASH, patience=QUICK)
@@ -177,7 +177,7 @@ def test_416(server, target, have, last):
     assert ranges(server)[-1] == last
 
 
-def test_part_without_its_note_is_not_trusted(server, target):
+def test_part_without_metadata_is_discarded(server, target):
     target.parent.mkdir()
     target.with_name("data.bin.part").write_bytes(OTHER[:1000])
     download([server.serve("/a", Answer())], target, None, patience=QUICK)
@@ -186,7 +186,7 @@ def test_part_without_its_note_is_not_trusted(server, target):
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"url": 1, "surprise": 2}', "\x00"])
-def test_damaged_note(server, target, note):
+def test_damaged_metadata(server, target, note):
     target.parent.mkdir()
     target.with_name("data.bin.part").write_bytes(OTHER[:1000])
     target.with_name("data.bin.part.json").write_text(note)
@@ -199,7 +199,7 @@ def test_body_without_a_length(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_chunks_that_break_off(server, target):
+def test_truncated_chunks(server, target):
     coding = {"Transfer-Encoding": "chunked"}
     broken = Answer(b"bb800\r\n" + BODY[:7000], headers=coding, length=False)
     download([server.serve("/a", broken, Answer())], target, HASH, patience=QUICK)
@@ -221,7 +221,7 @@ def test_next_mirror_after_wrong_bytes(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_next_mirror_goes_on_where_the_first_stopped(server, target):
+def test_next_mirror_resumes_where_first_stopped(server, target):
     first = server.serve("/a", Answer(stop_after=4000, etag='"a"'), Answer(status=503))
     second = server.serve("/b", Answer(etag='"b"'))
     download([first, second], target, HASH, patience=QUICK)
@@ -231,7 +231,7 @@ def test_next_mirror_goes_on_where_the_first_stopped(server, target):
     assert "If-Range" not in server.log[-1][1]
 
 
-def test_next_mirror_starts_anew_without_a_hash(server, target):
+def test_next_mirror_restarts_without_hash(server, target):
     first = server.serve("/a", Answer(OTHER, stop_after=4000), Answer(status=503))
     download([first, server.serve("/b", Answer())], target, None, patience=QUICK)
     assert target.read_bytes() == BODY
@@ -246,7 +246,7 @@ def test_size(server, target):
     download([url], target, None, size=len(BODY), patience=QUICK)
 
 
-def test_empty_answer_is_no_file(server, target):
+def test_empty_response_is_an_error(server, target):
     with pytest.raises(DownloadError, match="the file is empty"):
         download([server.serve("/a", Answer(b""))], target, None, patience=QUICK)
 
@@ -273,7 +273,7 @@ def test_web_page_instead_of_the_file(server, target, body, headers):
         download([url], target, None, patience=QUICK)
 
 
-def test_a_page_of_nothing_is_one_too_and_the_next_mirror_is_asked(server, target):
+def test_blank_web_page_falls_back_to_next_mirror(server, target):
     blank = server.serve("/blank", Answer(b"\n \n", headers={"Content-Type": "text/html"}))
     download([blank, server.serve("/a", Answer())], target, HASH, patience=QUICK)
     assert target.read_bytes() == BODY
@@ -286,7 +286,7 @@ def test_binary_file_mislabelled_as_html_is_taken(server, target):
 
 
 @pytest.mark.parametrize("sha256", [hashlib.sha256(gzip.compress(BODY, mtime=0)).hexdigest(), None])
-def test_packed_file_named_as_encoding_stays_packed(server, tmp_path, sha256):
+def test_gzip_file_with_encoding_header_stays_packed(server, tmp_path, sha256):
     packed = gzip.compress(BODY, mtime=0)
     target = tmp_path / "data.gz"
     url = server.serve("/a", Answer(packed, headers={"Content-Encoding": "x-gzip"}))
@@ -295,7 +295,7 @@ def test_packed_file_named_as_encoding_stays_packed(server, tmp_path, sha256):
 
 
 @pytest.mark.parametrize("sha256", [HASH, None])
-def test_file_packed_for_the_way_is_unpacked(server, target, sha256):
+def test_transfer_encoding_is_decoded(server, target, sha256):
     headers = {"Content-Encoding": "gzip"}
     packed = gzip.compress(BODY)
     url = server.serve("/a", Answer(packed, headers=headers, stop_after=500), Answer(packed, headers=headers))
@@ -304,7 +304,7 @@ def test_file_packed_for_the_way_is_unpacked(server, target, sha256):
     assert left(target) == ["data.bin"]
 
 
-def test_damaged_packing(server, target):
+def test_damaged_encoding(server, target):
     url = server.serve("/a", Answer(b"no gzip", headers={"Content-Encoding": "gzip"}))
     with pytest.raises(DownloadError, match="gzip encoding is damaged"):
         download([url], target, None, patience=QUICK)
@@ -318,7 +318,7 @@ def test_redirect(server, target):
 
 
 @pytest.mark.parametrize("location", ["file:///etc/hostname", "ftp://127.0.0.1/x", "data:,x"])
-def test_redirect_off_the_web(server, target, location):
+def test_redirect_to_non_web_scheme(server, target, location):
     start = server.serve("/start", Answer(b"", status=302, headers={"Location": location}))
     with pytest.raises(DownloadError, match=location):
         download([start], target, None, patience=QUICK)
@@ -332,7 +332,7 @@ def test_endless_redirects(server, target):
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "/etc/hostname", "http://"])
-def test_addresses_off_the_web(target, url):
+def test_non_web_addresses(target, url):
     with pytest.raises(DownloadError, match="only http and https"):
         download([url], target, None)
 
@@ -351,7 +351,7 @@ def test_recovers_from_a_server_error(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_nobody_listens(target):
+def test_connection_refused(target):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/a"
@@ -359,7 +359,7 @@ def test_nobody_listens(target):
             download([url], target, None, patience=QUICK)
 
 
-def test_server_that_never_answers(server, target):
+def test_server_timeout(server, target):
     url = server.serve("/a", Answer(hang=True))
     with pytest.raises(DownloadError, match="timed out"):
         download([url], target, None, patience=Patience(attempts=2, backoff=0, timeout=0.2))
@@ -375,7 +375,7 @@ def test_every_problem_is_named(server, target):
     assert isinstance(caught.value, RatpError)
 
 
-def test_disk_that_takes_no_more(server, target):
+def test_full_disk_while_writing(server, target):
     url = server.serve("/a", Answer())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
@@ -390,7 +390,7 @@ def test_disk_that_takes_no_more(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_too_little_room(server, target, monkeypatch):
+def test_not_enough_space(server, target, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(DownloadError, match=r"has 768,000 bytes, and .* has room for 10"):
         download([server.serve("/a", Answer())], target, HASH, patience=QUICK)
@@ -440,7 +440,7 @@ def test_an_interrupted_call_keeps_what_arrived(server, target):
     assert target.read_bytes() == BODY
 
 
-def test_versions_contradict_only_what_they_know():
+def test_versions_conflict_only_on_known_fields():
     base = Version("u", "e", "m", 5, None)
     assert not base.contradicts(base)
     assert not base.contradicts(Version("other", "f", "n", 5))

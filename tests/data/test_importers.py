@@ -64,7 +64,7 @@ def image_zip(path, members):
     return path
 
 
-def stored(path):
+def read_zip(path):
     """Of a canonical zip, by number: class, ending and bytes."""
     with zipfile.ZipFile(path) as archive:
         found = {}
@@ -78,7 +78,7 @@ def stored(path):
 
 def contents(path):
     """Of a canonical zip, by number: class and pixels."""
-    return {k: (label, np.asarray(Image.open(io.BytesIO(data)))) for k, (label, _, data) in stored(path).items()}
+    return {k: (label, np.asarray(Image.open(io.BytesIO(data)))) for k, (label, _, data) in read_zip(path).items()}
 
 
 def assert_holds(path, images, labels):
@@ -89,7 +89,7 @@ def assert_holds(path, images, labels):
         np.testing.assert_array_equal(found[k][1], image)
 
 
-def refused(tmp_path, match, name, *inputs, **options):
+def assert_error(tmp_path, match, name, *inputs, **options):
     out = tmp_path / "out"
     with pytest.raises(RatpError, match=match):
         import_domain(name, inputs, out, **options)
@@ -134,7 +134,7 @@ def test_same_input_same_bytes(tmp_path, mnist):
     assert import_domain("mnist", mnist, tmp_path / "b").path.read_bytes() == first
 
 
-def test_existing_zip_is_replaced_only_when_asked(tmp_path, mnist):
+def test_existing_zip_is_replaced_only_on_request(tmp_path, mnist):
     import_domain("mnist", mnist[:2], tmp_path / "out")
     with pytest.raises(RatpError, match="exists already"):
         import_domain("mnist", mnist, tmp_path / "out")
@@ -158,8 +158,8 @@ def test_progress(tmp_path, mnist):
 
 
 @pytest.mark.parametrize("name", ["", "..", ".x", "a/b", "a\\b", "c:d", "a\nb"])
-def test_names_that_are_no_names(tmp_path, mnist, name):
-    refused(tmp_path, "cannot be the name of a domain", name, *mnist)
+def test_invalid_names(tmp_path, mnist, name):
+    assert_error(tmp_path, "cannot be the name of a domain", name, *mnist)
 
 
 def test_unwritable_folder(tmp_path, mnist):
@@ -168,23 +168,23 @@ def test_unwritable_folder(tmp_path, mnist):
         import_domain("mnist", mnist, tmp_path / "file" / "sub")
 
 
-def test_number_of_images_can_be_demanded(tmp_path, mnist):
-    refused(tmp_path, r"should have 70,000 images, found 12", "mnist", *mnist, expected=70_000)
+def test_expected_image_count_is_checked(tmp_path, mnist):
+    assert_error(tmp_path, r"should have 70,000 images, found 12", "mnist", *mnist, expected=70_000)
 
 
-def test_nothing_given(tmp_path):
-    refused(tmp_path, "nothing to import", "mnist")
+def test_no_inputs(tmp_path):
+    assert_error(tmp_path, "nothing to import", "mnist")
 
 
 # --- idx
 
 
-def test_idx_pairs_by_name_whatever_the_order(tmp_path, mnist):
+def test_idx_pairs_by_name_in_any_order(tmp_path, mnist):
     shuffled = [mnist[0], mnist[3], mnist[2], mnist[1]]
     assert_holds(import_domain("mnist", shuffled, tmp_path / "out").path, GREY, LABELS)
 
 
-def test_idx_pairs_by_order_where_names_do_not_say(tmp_path, mnist):
+def test_idx_pairs_by_order_without_names(tmp_path, mnist):
     renamed = [path.rename(tmp_path / f"file{k}") for k, path in enumerate(mnist)]
     assert_holds(import_domain("mnist", renamed, tmp_path / "out").path, GREY, LABELS)
 
@@ -204,41 +204,43 @@ def test_folder_of_idx_files(tmp_path, mnist):
 @pytest.mark.parametrize("length", [3, 10, 15, 16, 17, 1000, -1])
 def test_truncated_idx(tmp_path, mnist, length):
     mnist[0].write_bytes(mnist[0].read_bytes()[:length])
-    refused(tmp_path, "train-images", "mnist", *mnist)
+    assert_error(tmp_path, "train-images", "mnist", *mnist)
 
 
 def test_idx_with_surplus(tmp_path, mnist):
     mnist[0].write_bytes(mnist[0].read_bytes() + b"!")
-    refused(tmp_path, r"8 × 28 × 28, 6,272 bytes, found more", "mnist", *mnist)
+    assert_error(tmp_path, r"8 × 28 × 28, 6,272 bytes, found more", "mnist", *mnist)
 
 
 def test_truncated_gzip(tmp_path, mnist):
     mnist[2].write_bytes(mnist[2].read_bytes()[:-20])
-    refused(tmp_path, r"t10k-images.* is damaged or truncated", "mnist", *mnist)
+    assert_error(tmp_path, r"t10k-images.* is damaged or truncated", "mnist", *mnist)
 
 
 def test_wrong_magic(tmp_path, mnist):
     mnist[0].write_bytes(b"\0\0\x0d\x03" + mnist[0].read_bytes()[4:])
-    refused(tmp_path, r"train-images.*cannot be imported: expected an idx.*found a file beginning", "mnist", *mnist)
+    assert_error(
+        tmp_path, r"train-images.*cannot be imported: expected an idx.*found a file beginning", "mnist", *mnist
+    )
 
 
 def test_idx_that_claims_too_much(tmp_path, mnist):
     mnist[0].write_bytes(b"\0\0\x08\x03" + b"\xff" * 12)
-    refused(tmp_path, "more than the 4,294,967,296 allowed", "mnist", *mnist)
+    assert_error(tmp_path, "more than the 4,294,967,296 allowed", "mnist", *mnist)
 
 
 def test_counts_that_do_not_match(tmp_path, mnist):
     mnist[1].write_bytes(idx(LABELS[:7]))
-    refused(tmp_path, r"8 images, and .*train-labels.* has 7 labels", "mnist", *mnist)
+    assert_error(tmp_path, r"8 images, and .*train-labels.* has 7 labels", "mnist", *mnist)
 
 
 def test_images_without_labels(tmp_path, mnist):
-    refused(tmp_path, r"found 2 of images .* and 1 of labels", "mnist", *mnist[:3])
+    assert_error(tmp_path, r"found 2 of images .* and 1 of labels", "mnist", *mnist[:3])
 
 
 def test_labels_out_of_range(tmp_path, mnist):
     mnist[1].write_bytes(idx(LABELS[:8] + 8))
-    refused(tmp_path, r"has the classes 0\.\.9, found 10, 11", "mnist", *mnist)
+    assert_error(tmp_path, r"has the classes 0\.\.9, found 10, 11", "mnist", *mnist)
     assert import_domain("letters", mnist[:2], tmp_path / "out").images["13"] == 1
 
 
@@ -255,7 +257,7 @@ def test_svhn(tmp_path, axes, compressed, kind):
     assert_holds(import_domain("svhn", [path], tmp_path / "out").path, COLOUR, LABELS)
 
 
-def test_several_mat_files_follow_each_other(tmp_path):
+def test_several_mat_files_are_concatenated(tmp_path):
     for name, part in (("b", slice(0, 7)), ("a", slice(7, 12))):
         savemat(tmp_path / f"{name}.mat", {"X": COLOUR[part].transpose(1, 2, 3, 0), "y": LABELS[part]})
     paths = [tmp_path / "b.mat", tmp_path / "a.mat"]
@@ -275,7 +277,7 @@ def test_mat_of_digit_five(tmp_path):
     assert_holds(path, COLOUR, LABELS)
 
 
-def test_of_images_in_two_sizes_those_that_were_not_resized_are_taken(tmp_path):
+def test_original_size_is_preferred_over_resized(tmp_path):
     resized = np.pad(GREY, ((0, 0), (2, 2), (2, 2)))
     one_hot = np.eye(10)[LABELS]
     train = {"train_32": resized[:8], "train_28": GREY[:8, :, :, None], "label_train": one_hot[:8]}
@@ -312,15 +314,15 @@ def test_cells_of_usps(tmp_path, compressed):
         (GREY[:, None] / 255, LABELS[:5, None], r"row 1 of dataset: expected as many images as labels"),
     ],
 )
-def test_cells_that_are_not_what_they_should_be(tmp_path, images, labels, match):
-    refused(tmp_path, match, "usps", usps_cells(tmp_path / "x.mat", images, labels))
+def test_invalid_cells(tmp_path, images, labels, match):
+    assert_error(tmp_path, match, "usps", usps_cells(tmp_path / "x.mat", images, labels))
 
 
 def test_cells_that_unpack_to_more_than_is_allowed(tmp_path, monkeypatch):
     path = usps_cells(tmp_path / "x.mat", np.zeros((12, 1, 400, 400)))
     assert path.stat().st_size < 20_000
     monkeypatch.setattr(matlab, "MOST_BYTES", 10_000_000)
-    refused(tmp_path, "holds more than the 10,000,000 bytes allowed", "usps", path)
+    assert_error(tmp_path, "holds more than the 10,000,000 bytes allowed", "usps", path)
 
 
 def test_damaged_cells(tmp_path):
@@ -333,15 +335,15 @@ def test_damaged_cells(tmp_path):
         (tmp_path / "x.mat").write_bytes(noisy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            refused(tmp_path, r"x\.mat", "usps", tmp_path / "x.mat")
+            assert_error(tmp_path, r"x\.mat", "usps", tmp_path / "x.mat")
 
 
-def test_no_more_than_asked_for(tmp_path, mnist):
-    whole = sorted(stored(import_domain("mnist", mnist, tmp_path / "whole").path).items())
+def test_only_requested_variables_are_read(tmp_path, mnist):
+    whole = sorted(read_zip(import_domain("mnist", mnist, tmp_path / "whole").path).items())
     report = import_domain("mnist", mnist, tmp_path / "some", at_most=7)
     assert report.total == 7
     assert report.notes == ("7 of 12 images were chosen by chance.",)
-    some = [picture for _, picture in sorted(stored(report.path).items())]
+    some = [picture for _, picture in sorted(read_zip(report.path).items())]
     assert [picture for _, picture in whole if picture in some] == some  # in their order
     again = import_domain("mnist", mnist, tmp_path / "again", at_most=7)
     assert again.path.read_bytes() == report.path.read_bytes()
@@ -365,9 +367,9 @@ def test_no_more_than_asked_for(tmp_path, mnist):
         ({"X": COLOUR[:, :, 0, 0], "y": LABELS}, "expected N images of height × width"),
     ],
 )
-def test_mat_that_is_not_what_it_should_be(tmp_path, data, match):
+def test_invalid_mat(tmp_path, data, match):
     savemat(tmp_path / "x.mat", data)
-    refused(tmp_path, match, "svhn", tmp_path / "x.mat")
+    assert_error(tmp_path, match, "svhn", tmp_path / "x.mat")
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -377,7 +379,7 @@ def test_damaged_mat(tmp_path, compressed):
     whole = path.read_bytes()
     for length in (128, 136, 200, 1000, len(whole) - 9):
         path.write_bytes(whole[:length])
-        refused(tmp_path, r"x\.mat", "svhn", path)
+        assert_error(tmp_path, r"x\.mat", "svhn", path)
     rng = np.random.default_rng(0)
     for _ in range(40):
         noisy = bytearray(whole)
@@ -398,7 +400,7 @@ def test_damaged_mat(tmp_path, compressed):
 def test_hdf5_without_h5py_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     (tmp_path / "usps.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
-    refused(
+    assert_error(
         tmp_path,
         r"usps\.h5 is an HDF5 file, and reading it needs h5py: pip install h5py$",
         "usps",
@@ -428,7 +430,7 @@ def test_new_mat(tmp_path):
     assert_holds(import_domain("svhn", [path], tmp_path / "out").path, COLOUR, LABELS)
 
 
-def test_hdf5_that_points_elsewhere(tmp_path):
+def test_hdf5_with_external_links(tmp_path):
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "x.mat"
     with h5py.File(tmp_path / "other.h5", "w") as file:
@@ -436,9 +438,9 @@ def test_hdf5_that_points_elsewhere(tmp_path):
     with h5py.File(path, "w") as file:
         file["X"] = h5py.ExternalLink("other.h5", "X")
         file["y"] = LABELS
-    refused(tmp_path, "array of numbers within the file", "svhn", path)
+    assert_error(tmp_path, "array of numbers within the file", "svhn", path)
     path.write_bytes(path.read_bytes()[:900])
-    refused(tmp_path, "not a readable HDF5 file", "svhn", path)
+    assert_error(tmp_path, "not a readable HDF5 file", "svhn", path)
 
 
 # --- libsvm
@@ -482,12 +484,12 @@ def test_libsvm_leaves_out_zeros(tmp_path):
 )
 def test_wrong_libsvm(tmp_path, text, match):
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(text))
-    refused(tmp_path, match, "usps", tmp_path / "usps.bz2")
+    assert_error(tmp_path, match, "usps", tmp_path / "usps.bz2")
 
 
 def test_truncated_bz2(tmp_path):
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(libsvm(GREY[:, :16, :16], LABELS))[:-30])
-    refused(tmp_path, r"usps\.bz2 is damaged or truncated", "usps", tmp_path / "usps.bz2")
+    assert_error(tmp_path, r"usps\.bz2 is damaged or truncated", "usps", tmp_path / "usps.bz2")
 
 
 # --- npz
@@ -549,7 +551,7 @@ def test_one_domain_of_several(tmp_path, form):
     report = import_domain("art_painting", [given], tmp_path / "out")
     assert_holds(report.path, COLOUR[1:3], ["dog", "elephant"])
     assert "2 of 4 files are not images in a class folder of art_painting" in report.notes[0]
-    refused(tmp_path / "x", r"several domains.*unknown domain 'cartoon'.*Art Painting, photo", "cartoon", given)
+    assert_error(tmp_path / "x", r"several domains.*unknown domain 'cartoon'.*Art Painting, photo", "cartoon", given)
 
 
 def test_classes_to_keep(tmp_path):
@@ -558,11 +560,11 @@ def test_classes_to_keep(tmp_path):
     report = import_domain("real", [given], tmp_path / "out", classes=DOMAINNET_10)
     assert list(report.images) == sorted(DOMAINNET_10)
     assert report.notes[-1] == "2 images of 2 other classes were left out."
-    refused(tmp_path / "x", r"unknown class 'zebras'\. Did you mean 'zebra'", "real", given, classes=["zebras"])
+    assert_error(tmp_path / "x", r"unknown class 'zebras'\. Did you mean 'zebra'", "real", given, classes=["zebras"])
 
 
 @FORMS
-def test_lists_of_domainnet_select(tmp_path, form):
+def test_domainnet_lists_select_images(tmp_path, form):
     files = {f"clipart/{label}/clipart_{k}.png": png(COLOUR[k]) for k, label in enumerate(["dog", "dog", "tree"])}
     given = form(tmp_path, files)
     (tmp_path / "clipart_train.txt").write_text("clipart/dog/clipart_1.png 91\n")
@@ -615,7 +617,7 @@ def test_mnist_m_as_released(tmp_path, inputs, count):
 def test_wrong_lists(tmp_path, text, match):
     root = mnist_m(tmp_path / "mnist_m")
     (root / "mnist_m_train_labels.txt").write_text(text)
-    refused(tmp_path, match, "mnist_m", root / "mnist_m_train", root / "mnist_m_train_labels.txt")
+    assert_error(tmp_path, match, "mnist_m", root / "mnist_m_train", root / "mnist_m_train_labels.txt")
 
 
 def test_lists_with_commas_and_names_with_spaces(tmp_path):
@@ -627,16 +629,16 @@ def test_lists_with_commas_and_names_with_spaces(tmp_path):
 
 def test_flat_folder_without_a_list(tmp_path):
     given = as_folder(tmp_path, {"1.png": png(GREY[0]), "2.png": png(GREY[1])})
-    refused(tmp_path, r"no class folders.*Also give the list of their labels", "mnist", given)
+    assert_error(tmp_path, r"no class folders.*Also give the list of their labels", "mnist", given)
 
 
 def test_digits_are_digits(tmp_path):
     given = as_folder(tmp_path, {"cat/1.png": png(GREY[0]), "1/2.png": png(GREY[1])})
-    refused(tmp_path, r"'usps' has the classes 0\.\.9, found cat", "usps", given)
+    assert_error(tmp_path, r"'usps' has the classes 0\.\.9, found cat", "usps", given)
 
 
 @pytest.mark.parametrize("name", ["画像", "naïve ü", "x" * 200])
-def test_names_of_all_kinds(tmp_path, name):
+def test_unusual_names(tmp_path, name):
     given = as_folder(tmp_path, {f"{name}/{name}.png": png(COLOUR[0])})
     assert_holds(import_domain(name[:100], [given], tmp_path / "out").path, COLOUR[:1], [name])
 
@@ -669,7 +671,7 @@ def test_image_files_are_kept_as_they_are(tmp_path, form):
         "a/7.gif": png(GREY[0], "GIF"),
         "a/8.pgm": png(GREY[0], "PPM"),
     }
-    found = stored(import_domain("own", [form(tmp_path, files)], tmp_path / "out").path)
+    found = read_zip(import_domain("own", [form(tmp_path, files)], tmp_path / "out").path)
     assert [(ending, data) for _, ending, data in (found[k] for k in range(8))] == [
         (name[3:], data) for name, data in files.items()
     ]
@@ -677,7 +679,7 @@ def test_image_files_are_kept_as_they_are(tmp_path, form):
 
 def test_endings_follow_the_content(tmp_path):
     files = {"a/1.png": png(COLOUR[0], "JPEG"), "a/2.JPG": png(COLOUR[1], "JPEG"), "a/3.jpeg": png(COLOUR[2], "WEBP")}
-    found = stored(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path)
+    found = read_zip(import_domain("own", [as_folder(tmp_path, files)], tmp_path / "out").path)
     assert [ending for _, ending, _ in found.values()] == [".jpg", ".jpg", ".webp"]
     assert [data for _, _, data in found.values()] == list(files.values())
 
@@ -715,7 +717,7 @@ def test_bad_images_stop_the_import_and_are_all_named(tmp_path, form):
 
 
 @FORMS
-def test_bad_images_are_left_out_when_asked(tmp_path, form):
+def test_bad_images_are_skipped_on_request(tmp_path, form):
     given = form(tmp_path, {"dog/a.png": png(COLOUR[0]), **bad_images(), "dog/z.png": png(COLOUR[1])})
     report = import_domain("photo", [given], tmp_path / "out", on_bad_image="skip")
     assert report.images == {"dog": 2}
@@ -727,20 +729,20 @@ def test_bad_images_are_left_out_when_asked(tmp_path, form):
 
 def test_only_bad_images(tmp_path):
     given = as_folder(tmp_path, bad_images())
-    refused(tmp_path, "6 of 6 images", "photo", given, on_bad_image="skip")
+    assert_error(tmp_path, "6 of 6 images", "photo", given, on_bad_image="skip")
 
 
 def test_enormous_image(tmp_path):
     file = io.BytesIO()
     Image.new("1", (20_000, 6_000)).save(file, "PNG")
     given = as_folder(tmp_path, {"dog/huge.png": file.getvalue()})
-    refused(tmp_path, r"huge\.png: too many pixels: 20,000×6,000, at most 100 million", "photo", given)
+    assert_error(tmp_path, r"huge\.png: too many pixels: 20,000×6,000, at most 100 million", "photo", given)
 
 
 def test_special_file(tmp_path):
     given = as_folder(tmp_path, {"dog/1.png": png(COLOUR[0])})
     os.mkfifo(given / "dog" / "pipe.png")
-    refused(tmp_path, r"pipe\.png: is a pipe or a device", "photo", given)
+    assert_error(tmp_path, r"pipe\.png: is a pipe or a device", "photo", given)
 
 
 # --- hostile and foreign files
@@ -749,35 +751,35 @@ def test_special_file(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../evil.png", "/etc/evil.png", "a/../../evil.png", "C:/evil.png", "dog\\..\\evil.png"]
 )
-def test_zip_that_leads_out(tmp_path, name):
+def test_zip_with_path_traversal(tmp_path, name):
     given = image_zip(tmp_path / "evil.zip", {"dog/1.png": png(COLOUR[0]), name: png(COLOUR[1])})
-    refused(tmp_path, r"evil\.zip is refused", "photo", given)
+    assert_error(tmp_path, r"evil\.zip is refused", "photo", given)
 
 
 def test_zip_with_a_link(tmp_path):
     info = zipfile.ZipInfo("dog/1.png")
     info.external_attr = 0o120777 << 16
-    refused(tmp_path, "a link instead of a file", "photo", image_zip(tmp_path / "x.zip", {info: b"/etc/hostname"}))
+    assert_error(tmp_path, "a link instead of a file", "photo", image_zip(tmp_path / "x.zip", {info: b"/etc/hostname"}))
 
 
 def test_zip_with_one_name_twice(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("dog/1.png", png(COLOUR[0]))
         archive.writestr("dog//1.png", png(COLOUR[1]))
-    refused(tmp_path, "the same name twice", "photo", tmp_path / "x.zip")
+    assert_error(tmp_path, "the same name twice", "photo", tmp_path / "x.zip")
 
 
 def test_damaged_zip(tmp_path):
     path = image_zip(tmp_path / "x.zip", {f"dog/{k}.png": png(COLOUR[k]) for k in range(5)})
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    refused(tmp_path, r"x\.zip is not a readable zip file", "photo", path)
+    assert_error(tmp_path, r"x\.zip is not a readable zip file", "photo", path)
     path.write_bytes(whole[:100] + b"!" + whole[101:])
-    refused(tmp_path, r"1 of 5 images .*\n.*dog/0\.png: damaged in the archive", "photo", path)
+    assert_error(tmp_path, r"1 of 5 images .*\n.*dog/0\.png: damaged in the archive", "photo", path)
 
 
 def test_empty_zip(tmp_path):
-    refused(tmp_path, "holds no images", "photo", image_zip(tmp_path / "x.zip", {}))
+    assert_error(tmp_path, "holds no images", "photo", image_zip(tmp_path / "x.zip", {}))
 
 
 def test_pickles_are_never_read(tmp_path):
@@ -801,7 +803,7 @@ def test_pickles_are_never_read(tmp_path):
         "x.npz": "never pickled objects",
         "x.pt": "holds pickled objects",
     }.items():
-        refused(tmp_path, match, "mnist", tmp_path / name)
+        assert_error(tmp_path, match, "mnist", tmp_path / name)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -819,20 +821,20 @@ def test_pickles_are_never_read(tmp_path):
 )
 def test_foreign_files(tmp_path, data, match):
     (tmp_path / "file").write_bytes(data)
-    refused(tmp_path, match, "mnist", tmp_path / "file")
+    assert_error(tmp_path, match, "mnist", tmp_path / "file")
 
 
 def test_missing_file(tmp_path):
-    refused(tmp_path, "cannot read .*gone: No such file", "mnist", tmp_path / "gone")
+    assert_error(tmp_path, "cannot read .*gone: No such file", "mnist", tmp_path / "gone")
 
 
 def test_zip_around_a_mat(tmp_path):
     given = image_zip(tmp_path / "SynthDigits.zip", {"synth_train_32x32.mat": b"x"})
-    refused(tmp_path, r"holds synth_train_32x32\.mat: unpack it first", "syn", given)
+    assert_error(tmp_path, r"holds synth_train_32x32\.mat: unpack it first", "syn", given)
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\0\0\x08\x03", b"MATLAB 5.0 MAT-file", b"BZh9", b"PK\x03\x04"]))
-def test_no_bytes_get_through(tmp_path_factory, data, head):
+def test_arbitrary_bytes_are_refused(tmp_path_factory, data, head):
     folder = tmp_path_factory.mktemp("any")
     (folder / "file").write_bytes(head + data)
     with warnings.catch_warnings():
@@ -933,13 +935,13 @@ def test_unknown_names():
         ("domainnet-original", "domainnet_original", ["clipart", "painting"]),
     ],
 )
-def test_what_a_name_means(name, data, domains):
+def test_names_resolve_to_domains(name, data, domains):
     found, sources = find_sources(name)
     assert (found.name, [source.name for source in sources]) == (data, domains)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("sketch", "'sketch' is a domain of 2 data sets. Write pacs/sketch or domainnet/sketch."),
         ("mnits", "unknown data set or domain 'mnits'. Did you mean 'mnist'?"),
@@ -948,10 +950,10 @@ def test_what_a_name_means(name, data, domains):
         ("", "unknown data set or domain ''"),
     ],
 )
-def test_a_name_that_means_nothing_or_too_much(name, told):
+def test_unknown_or_ambiguous_name(name, expected):
     with pytest.raises(RatpError) as caught:
         find_sources(name)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize(("data", "domain"), [("digits", "syn"), ("digits", "mnist_m"), ("pacs", "photo")])
@@ -976,21 +978,21 @@ def test_fetch(tmp_path, monkeypatch):
     files += [SourceFile("test", ("http://host/test",), None, None, "test", 5)]
     source = DomainSource("mnist", tuple(files), ("train",), terms="for tests only", published=13)
     monkeypatch.setitem(data_set("digits").domains, "mnist", source)
-    asked = []
+    requests = []
 
     def opener(request, timeout):
-        asked.append(request.full_url)
+        requests.append(request.full_url)
         return Response(web[request.full_url.rsplit("/", 1)[1]])
 
     report = fetch_domain("digits", "mnist", tmp_path, opener=opener)
     assert_holds(tmp_path / "digits" / "mnist.zip", GREY, LABELS)
-    assert asked == ["http://host/labels", "http://host/images"]
+    assert requests == ["http://host/labels", "http://host/images"]
     assert report.notes == ("mnist has 12 images; it was published with 13.", "mnist: for tests only.")
     assert sorted(path.name for path in (tmp_path / "downloads" / "digits").iterdir()) == ["images", "labels"]
     with pytest.raises(RatpError, match="exists already"):
         fetch_domain("digits", "mnist", tmp_path, opener=opener)
     fetch_domain("digits", "mnist", tmp_path, opener=opener, replace=True)
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 def test_fetch_counts(tmp_path, monkeypatch):

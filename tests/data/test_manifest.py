@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_images import encoded, picture, png, put, real_data, small_domain, zipped
+from made_images import encode, make_picture, make_small_domain, png, real_data, write_files, write_zip
 from PIL import Image
 
 from ratp._core.files import write_json
@@ -31,21 +31,21 @@ from ratp.data.read.tree import open_tree
 from ratp.errors import RatpError
 
 TROUBLED = {
-    **small_domain(count=4),
+    **make_small_domain(count=4),
     "cat/empty.jpg": b"",
     "cat/page.jpg": b"<!DOCTYPE html><html></html>",
     "dog/cut.png": png()[:-40],
-    "dog/deep.png": encoded(Image.fromarray(np.full((30, 40), 40000, dtype=np.uint16)), "PNG"),
-    "dog/print.jpg": encoded(Image.new("CMYK", (16, 24)), "JPEG"),
-    "dog/twin.png": small_domain()["cat/0.png"],
-    "dog/same.png": small_domain()["dog/1.png"],
+    "dog/deep.png": encode(Image.fromarray(np.full((30, 40), 40000, dtype=np.uint16)), "PNG"),
+    "dog/print.jpg": encode(Image.new("CMYK", (16, 24)), "JPEG"),
+    "dog/twin.png": make_small_domain()["cat/0.png"],
+    "dog/same.png": make_small_domain()["dog/1.png"],
     "notes.txt": b"",
 }
 
 
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory):
-    return open_tree(put(tmp_path_factory.mktemp("data") / "troubled", TROUBLED))
+    return open_tree(write_files(tmp_path_factory.mktemp("data") / "troubled", TROUBLED))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def manifest(troubled):
 
 
 class TestCheck:
-    def test_every_file_is_there_in_order(self, manifest):
+    def test_every_file_is_listed_in_order(self, manifest):
         assert [file.name for file in manifest.files] == sorted(name for name in TROUBLED if name != "notes.txt")
         assert (manifest.name, manifest.classes) == ("troubled", ("cat", "dog"))
 
@@ -76,42 +76,42 @@ class TestCheck:
         groups = [[file.name for file in group] for group in manifest.duplicates]
         assert groups == [["cat/0.png", "dog/twin.png"], ["dog/1.png", "dog/same.png"]]
 
-    def test_a_class_without_a_usable_image_counts_none(self, tmp_path):
-        tree = open_tree(put(tmp_path, {"cat/1.png": png(), "dog/1.png": b""}))
+    def test_class_without_usable_images_counts_zero(self, tmp_path):
+        tree = open_tree(write_files(tmp_path, {"cat/1.png": png(), "dog/1.png": b""}))
         assert check_domain(tree).counts == {"cat": 1, "dog": 0}
 
-    def test_what_could_not_be_followed_is_bad(self, tmp_path):
-        put(tmp_path, {"cat/1.png": png()})
+    def test_unfollowable_link_is_bad(self, tmp_path):
+        write_files(tmp_path, {"cat/1.png": png()})
         (tmp_path / "dog").symlink_to("nowhere")
         assert check_domain(open_tree(tmp_path)).bad == (("dog", "is a link to nothing"),)
 
-    def test_a_file_that_cannot_be_read_is_bad(self, tmp_path):
-        tree = open_tree(put(tmp_path, small_domain()))
+    def test_unreadable_file_is_bad(self, tmp_path):
+        tree = open_tree(write_files(tmp_path, make_small_domain()))
         (tmp_path / "cat/1.png").unlink()
         manifest = check_domain(tree)
         assert manifest.bad == (("cat/1.png", "cannot be read: No such file or directory"),)
         assert manifest.files[1].sha256 is None
 
     def test_a_flat_domain(self, tmp_path):
-        manifest = check_domain(open_tree(put(tmp_path / "new", {"1.png": png(), "2.png": png(1)})))
+        manifest = check_domain(open_tree(write_files(tmp_path / "new", {"1.png": png(), "2.png": png(1)})))
         assert (manifest.classes, manifest.counts) == (None, {})
         assert describe(manifest)[0] == "new: 2 images, no classes"
 
-    def test_sizes_of_nothing(self, tmp_path):
-        manifest = check_domain(open_tree(put(tmp_path, {"cat/1.png": b""})))
+    def test_sizes_without_images(self, tmp_path):
+        manifest = check_domain(open_tree(write_files(tmp_path, {"cat/1.png": b""})))
         assert manifest.heights == (0, 0, 0)
         assert describe(manifest)[0].endswith(": 0 images, 1 class")
 
 
 class TestHash:
     def hash(self, path, files):
-        return check_domain(open_tree(zipped(path, files))).hash
+        return check_domain(open_tree(write_zip(path, files))).hash
 
-    def test_it_names_the_data(self, tmp_path):
-        files = small_domain()
+    def test_hash_identifies_the_data(self, tmp_path):
+        files = make_small_domain()
         one = self.hash(tmp_path / "one.zip", files)
         assert self.hash(tmp_path / "two.zip", dict(reversed(files.items()))) == one
-        assert check_domain(open_tree(put(tmp_path / "three", files))).hash == one
+        assert check_domain(open_tree(write_files(tmp_path / "three", files))).hash == one
         others = [
             {**files, "cat/0.png": png(99)},
             {**files, "cat/9.png": png(99)},
@@ -123,22 +123,26 @@ class TestHash:
 
 
 class TestDuplicatesBetween:
-    def test_only_what_several_domains_have(self, tmp_path):
-        a = check_domain(open_tree(put(tmp_path / "a", {"x/1.png": png(1), "x/2.png": png(2), "x/22.png": png(2)})))
-        b = check_domain(open_tree(put(tmp_path / "b", {"y/one.png": png(1), "y/3.png": png(3), "y/bad.png": b""})))
-        c = check_domain(open_tree(put(tmp_path / "c", {"1.png": png(1), "4.png": png(4), "bad.png": b""})))
+    def test_duplicates_are_only_those_across_domains(self, tmp_path):
+        a = check_domain(
+            open_tree(write_files(tmp_path / "a", {"x/1.png": png(1), "x/2.png": png(2), "x/22.png": png(2)}))
+        )
+        b = check_domain(
+            open_tree(write_files(tmp_path / "b", {"y/one.png": png(1), "y/3.png": png(3), "y/bad.png": b""}))
+        )
+        c = check_domain(open_tree(write_files(tmp_path / "c", {"1.png": png(1), "4.png": png(4), "bad.png": b""})))
         found = duplicates_between([a, b, c])
         assert [each.places for each in found] == [(("a", "x/1.png"), ("b", "y/one.png"), ("c", "1.png"))]
         assert found[0].sha256 == a.files[0].sha256
         assert duplicates_between([a]) == () == duplicates_between([])
 
-    def test_domains_of_one_name_are_still_two(self, tmp_path):
-        trees = [open_tree(put(tmp_path / place / "d", {"x/1.png": png()})) for place in "ab"]
+    def test_domains_with_equal_names_are_distinct(self, tmp_path):
+        trees = [open_tree(write_files(tmp_path / place / "d", {"x/1.png": png()})) for place in "ab"]
         assert len(duplicates_between([check_domain(tree) for tree in trees])) == 1
 
 
 class TestDescription:
-    def test_it_says_all_there_is_to_see(self, manifest):
+    def test_description_lists_everything(self, manifest):
         lines = describe(manifest)
         assert lines[:2] == ["troubled: 12 images, 2 classes", "images per class: cat 4, dog 8"]
         text = "\n".join(lines)
@@ -154,25 +158,25 @@ class TestDescription:
         ):
             assert part in text
 
-    def test_a_clean_domain_has_little_to_say(self, tmp_path):
+    def test_clean_domain_has_short_description(self, tmp_path):
         files = {f"cat/{k}.png": png(k) for k in range(3)}
-        assert len(describe(check_domain(open_tree(put(tmp_path / "d", files))))) == 4
+        assert len(describe(check_domain(open_tree(write_files(tmp_path / "d", files))))) == 4
 
-    def test_of_many_bad_files_twenty_are_named(self, tmp_path):
-        tree = open_tree(put(tmp_path, {f"cat/{k:02}.png": b"" for k in range(33)}))
+    def test_at_most_twenty_bad_files_are_named(self, tmp_path):
+        tree = open_tree(write_files(tmp_path, {f"cat/{k:02}.png": b"" for k in range(33)}))
         lines = describe(check_domain(tree))
         assert sum("empty" in line for line in lines) == 20
         assert "  and 13 more" in lines
 
 
 class TestFile:
-    def test_what_is_written_is_read(self, tmp_path, manifest):
+    def test_round_trip(self, tmp_path, manifest):
         write_json(tmp_path / "m.json", manifest_to_json(manifest))
         assert read_manifest(tmp_path / "m.json") == manifest
         assert read_manifest(tmp_path / "m.json").hash == manifest.hash
 
-    def test_a_flat_one_and_odd_names(self, tmp_path):
-        put(tmp_path / "d", {"画像 <b>.png": png()})
+    def test_round_trip_of_flat_domain_and_odd_names(self, tmp_path):
+        write_files(tmp_path / "d", {"画像 <b>.png": png()})
         with open(os.fsencode(tmp_path) + b"/d/\xff.png", "wb") as file:
             file.write(png(1))
         manifest = check_domain(open_tree(tmp_path / "d"))
@@ -193,7 +197,7 @@ class TestFile:
             lambda data: data.update(files=None),
         ],
     )
-    def test_anything_else_is_refused(self, tmp_path, manifest, damage):
+    def test_invalid_manifest_is_refused(self, tmp_path, manifest, damage):
         data = json.loads(json.dumps(manifest_to_json(manifest)))
         assert manifest_from_json(data) == manifest
         damage(data)
@@ -203,7 +207,7 @@ class TestFile:
 
 
 class TestProcesses:
-    def test_the_outcome_does_not_depend_on_their_number(self, troubled, manifest, tmp_path, monkeypatch):
+    def test_process_count_does_not_matter(self, troubled, manifest, tmp_path, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         for workers in (2, 3):
             assert check_domain(troubled, (8, 8), workers) == manifest
@@ -220,34 +224,34 @@ class TestProcesses:
             expected = 0 if file.error else decode(TROUBLED[file.name], (8, 9)).image.transpose(2, 0, 1)
             assert (row == expected).all()
 
-    def test_progress_is_told_to_the_caller(self, troubled, monkeypatch):
+    def test_progress_is_reported_to_the_caller(self, troubled, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 4)
         for workers in (1, 2):
-            told = []
+            reported = []
 
-            def note(*progress, to=told):
+            def note(*progress, to=reported):
                 to.append((*progress, threading.current_thread()))
 
             check_domain(troubled, None, workers, note)
-            assert told == [(done, 15, threading.main_thread()) for done in (4, 8, 12, 15)]
+            assert reported == [(done, 15, threading.main_thread()) for done in (4, 8, 12, 15)]
 
     def test_batches_are_bounded_by_files_and_bytes(self, tmp_path, monkeypatch):
         tree = open_tree(
-            put(tmp_path, {f"{k}.png": bytes(size) for k, size in enumerate([10, 10, 10, 90, 200, 10, 10])})
+            write_files(tmp_path, {f"{k}.png": bytes(size) for k, size in enumerate([10, 10, 10, 90, 200, 10, 10])})
         )
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         monkeypatch.setattr(parallel, "_BATCH_BYTES", 100)
         batches = list(parallel._batches(tree.files))
         assert [(first, len(files)) for first, files in batches] == [(0, 2), (2, 2), (4, 1), (5, 2)]
 
-    def test_few_images_are_decoded_here(self, troubled, monkeypatch):
+    def test_few_images_are_decoded_in_process(self, troubled, monkeypatch):
         def never(*_):
             raise AssertionError("a process was started")
 
         monkeypatch.setattr(parallel, "_Worker", never)
         check_domain(troubled)
 
-    def test_no_processes_at_all_make_no_sense(self, troubled):
+    def test_zero_processes_are_refused(self, troubled):
         with pytest.raises(RatpError, match="at least one process, got workers=0"):
             check_domain(troubled, None, 0)
 
@@ -258,15 +262,15 @@ class TestProcesses:
             decode_all(troubled, (8, 8), workers=workers, target=full.fileno())
         assert caught.value.errno == errno.ENOSPC
 
-    def test_a_process_that_could_not_write_still_understands_the_next_request(self, troubled):
-        """Whichever batch comes first to a full disk, all of them are told of it."""
+    def test_process_survives_failed_write(self, troubled):
+        """Whichever batch hits the full disk first, all of them fail."""
         files = [troubled.read(file) for file in troubled.files if file.name.startswith("cat/")][:1] * 3
         with open("/dev/full", "wb") as full, parallel._Worker((8, 8), full.fileno()) as worker:
             for _ in range(3):
                 with pytest.raises(OSError, match="No space left"):
                     worker.decode([0, 1, 2], files)
 
-    def test_a_process_that_dies_is_an_error_that_names_the_files(self, troubled, monkeypatch):
+    def test_dead_process_error_names_the_files(self, troubled, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         start = parallel._Worker.__init__
 
@@ -278,7 +282,7 @@ class TestProcesses:
         with pytest.raises(RatpError, match=r"ended unexpectedly \(signal 9\).*'cat/0.png' on"):
             check_domain(troubled, None, 2)
 
-    def test_an_error_of_the_caller_ends_the_processes(self, troubled, monkeypatch):
+    def test_caller_error_ends_the_processes(self, troubled, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         started = []
         start = parallel._Worker.__init__
@@ -295,7 +299,7 @@ class TestProcesses:
             check_domain(troubled, None, 2, stop)
         assert [process.poll() is not None for process in started] == [True, True]
 
-    def test_a_process_that_cannot_be_started_is_an_error(self, troubled, monkeypatch):
+    def test_unstartable_process_is_an_error(self, troubled, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(RatpError, match="cannot start a process to decode in: No such file"):
@@ -306,7 +310,7 @@ class TestProcesses:
         code = (
             "import sys\n"
             "from ratp.data.decode.worker import decode_one\n"
-            f"assert decode_one({encoded(picture(), 'WEBP')!r}, (8, 8), None, 0).error is None\n"
+            f"assert decode_one({encode(make_picture(), 'WEBP')!r}, (8, 8), None, 0).error is None\n"
             "assert not {'torch', 'numpy'} & sys.modules.keys(), 'too much'\n"
         )
         subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -145,7 +145,7 @@ def test_mnist_m_depends_on_the_seed_alone(tmp_path, photographs):
     assert build("a2", 1) != build("c", 2)
 
 
-def test_photographs_that_do_not_serve_are_named(tmp_path, photographs):
+def test_unusable_photographs_are_named(tmp_path, photographs):
     folder, _ = photographs
     (folder / "broken.jpg").write_bytes(b"no image")
     Image.new("RGB", (31, 100)).save(folder / "small.png")
@@ -168,7 +168,7 @@ def test_photographs_that_do_not_serve_are_named(tmp_path, photographs):
         ({"seed": -1}, "seed must not be negative"),
     ],
 )
-def test_mnist_m_that_cannot_be(tmp_path, photographs, change, match):
+def test_impossible_mnist_m_requests(tmp_path, photographs, change, match):
     options = {"photographs": [photographs[0]], "seed": 0, **change}
     with pytest.raises(RatpError, match=match):
         build_mnist_m(handwriting(), out=tmp_path / "out", **options)
@@ -244,7 +244,7 @@ def test_syn_has_numbers_of_one_to_three_figures_and_the_label_in_the_middle(mon
 
 
 @pytest.mark.slow
-def test_syn_can_be_told_apart():
+def test_rebuilt_syn_is_recognisable():
     """Nearest class mean of blurred contrast, trained and tested on different images, beats chance by far."""
     typefaces = faces()
 
@@ -291,7 +291,7 @@ def test_fonts_without_figures(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "seed", "match"), [(0, 0, "positive number"), (10, -1, "must not be negative")])
-def test_syn_that_cannot_be(tmp_path, count, seed, match):
+def test_impossible_syn_requests(tmp_path, count, seed, match):
     with pytest.raises(RatpError, match=match):
         build_syn(tmp_path, seed, count)
 
@@ -303,11 +303,11 @@ def test_provenance(tmp_path, photographs):
     mnist_m = build_mnist_m(handwriting(), [photographs[0]], tmp_path / "out", seed=7, count=12).path
     syn = build_syn(tmp_path / "out", seed=8, count=10).path
     for path, recipe, seed in ((mnist_m, "mnist_m 1", 7), (syn, "syn 1", 8)):
-        said = provenance(path)
-        assert said["rebuilt"] is True
-        assert (said["recipe"], said["seed"]) == (recipe, seed)
+        origin_text = provenance(path)
+        assert origin_text["rebuilt"] is True
+        assert (origin_text["recipe"], origin_text["seed"]) == (recipe, seed)
         with zipfile.ZipFile(path) as archive:
-            assert json.loads(archive.comment) == said
+            assert json.loads(archive.comment) == origin_text
     assert provenance(mnist_m)["count"] == 12
 
 
@@ -326,7 +326,7 @@ def test_origin_is_a_phrase(tmp_path, photographs):
 
 
 @pytest.mark.parametrize(
-    ("comment", "said"),
+    ("comment", "origin_text"),
     [
         (b"", None),
         (b'{"author": "me"}', None),
@@ -336,11 +336,11 @@ def test_origin_is_a_phrase(tmp_path, photographs):
         (b'{"rebuilt": true, "recipe": "PK\x05\x06 is no end", "seed": 1}', None),
     ],
 )
-def test_origin_of_other_zips(tmp_path, comment, said):
+def test_origin_of_other_zips(tmp_path, comment, origin_text):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("syn/0/1.png", b"x")
         archive.comment = comment
-    assert origin(tmp_path / "x.zip") == said
+    assert origin(tmp_path / "x.zip") == origin_text
 
 
 def test_origin_of_what_is_no_zip(tmp_path):
@@ -370,7 +370,7 @@ def test_published_sets_are_not_overwritten(tmp_path):
     build_syn(tmp_path, seed=0, count=10, replace=True)
 
 
-def test_they_can_be_looked_at(tmp_path, photographs):
+def test_rebuilt_sets_can_be_shown(tmp_path, photographs):
     domains = []
     for path in (
         build_syn(tmp_path, seed=0, count=30).path,

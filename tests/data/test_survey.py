@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from made_images import closed, put, small_domain, zipped
+from made_images import closed, make_small_domain, write_files, write_zip
 
 from ratp.data.read.layout import find_domains
 from ratp.data.read.tree import open_tree
@@ -14,7 +14,7 @@ from ratp.errors import RatpError
 
 def layout(root, *names):
     """Empty files of these names."""
-    return put(root, dict.fromkeys(names, b"x"))
+    return write_files(root, dict.fromkeys(names, b"x"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_layouts(tmp_path, files, domains):
         (["dog/a/1.png", "dog/b/1.png", "guitar/a/1.png", "guitar/b/1.png", "house/1.png", "house/a/1.png"], False),
     ],
 )
-def test_a_folder_is_found_as_one_domain_if_it_can_be_read_as_one(tmp_path, files, is_one):
+def test_folder_readable_as_domain_is_one_domain(tmp_path, files, is_one):
     layout(tmp_path, *files)
     assert (find_domains(tmp_path) == (tmp_path,)) == is_one
     if is_one:
@@ -99,25 +99,25 @@ def test_a_folder_is_found_as_one_domain_if_it_can_be_read_as_one(tmp_path, file
         ([], ["closed"]),
     ],
 )
-def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path, files, domains, monkeypatch):
+def test_unreadable_folder_hides_no_other(tmp_path, files, domains, monkeypatch):
     layout(tmp_path, *files, "closed/cat/1.png")
     closed(monkeypatch, "closed")
     assert [os.path.relpath(path, tmp_path) for path in find_domains(tmp_path)] == domains
 
 
-def test_a_zip_is_a_domain_whatever_is_in_it(tmp_path):
-    path = zipped(tmp_path / "x.zip", small_domain())
+def test_every_zip_is_a_domain(tmp_path):
+    path = write_zip(tmp_path / "x.zip", make_small_domain())
     assert find_domains(path) == (path,)
 
 
 @pytest.mark.parametrize("files", [[], ["readme.txt"], ["a/b/readme.txt"], ["a/b/c/x.zip"], ["downloads/a/1.png"]])
-def test_nothing_there(tmp_path, files):
+def test_empty_folder(tmp_path, files):
     layout(tmp_path, *files)
     with pytest.raises(RatpError, match="holds no domains: expected zips, or folders with class/image"):
         find_domains(tmp_path)
 
 
-def test_no_such_path(tmp_path):
+def test_missing_path(tmp_path):
     with pytest.raises(RatpError, match="nowhere does not exist"):
         find_domains(tmp_path / "nowhere")
 

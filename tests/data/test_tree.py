@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_images import closed, png, put, real_data, small_domain, zipped
+from made_images import closed, make_small_domain, png, real_data, write_files, write_zip
 
 from ratp.data.decode.pixels import BadImage
 from ratp.data.read.archive import ArchiveLimits
 from ratp.data.read.tree import identity, open_tree, remarks_on
 from ratp.errors import RatpError
 
-FILES = small_domain()
+FILES = make_small_domain()
 
 
 def names(tree):
@@ -29,31 +29,31 @@ def names(tree):
 
 class TestLayout:
     def test_class_folders(self, tmp_path):
-        tree = open_tree(put(tmp_path / "photo", FILES))
+        tree = open_tree(write_files(tmp_path / "photo", FILES))
         assert tree.name == "photo"
         assert tree.classes == ("cat", "dog")
         assert [(file.name, file.class_name) for file in tree.files] == [(name, name[:3]) for name in sorted(FILES)]
         assert [tree.read(file) for file in tree.files] == [FILES[name] for name in sorted(FILES)]
         assert [file.size for file in tree.files] == [len(FILES[name]) for name in sorted(FILES)]
 
-    def test_one_more_folder_around_them(self, tmp_path):
-        tree = open_tree(put(tmp_path / "photo", {f"whatever/{name}": data for name, data in FILES.items()}))
+    def test_extra_outer_folder(self, tmp_path):
+        tree = open_tree(write_files(tmp_path / "photo", {f"whatever/{name}": data for name, data in FILES.items()}))
         assert tree.classes == ("cat", "dog")
         assert names(tree) == sorted(FILES)
         assert tree.read(tree.files[0]) == FILES["cat/0.png"]
 
-    def test_images_only_have_no_classes(self, tmp_path):
-        tree = open_tree(put(tmp_path / "new", {"b.png": png(), "a.png": png()}))
+    def test_flat_images_have_no_classes(self, tmp_path):
+        tree = open_tree(write_files(tmp_path / "new", {"b.png": png(), "a.png": png()}))
         assert tree.classes is None
         assert [(file.name, file.class_name) for file in tree.files] == [("a.png", None), ("b.png", None)]
 
     def test_a_single_folder_of_images_is_a_class_unless_it_is_called_like_the_domain(self, tmp_path):
-        assert open_tree(put(tmp_path / "new", {"cat/1.png": png()})).classes == ("cat",)
-        tree = open_tree(zipped(tmp_path / "phone.zip", {"phone/1.png": png()}))
+        assert open_tree(write_files(tmp_path / "new", {"cat/1.png": png()})).classes == ("cat",)
+        tree = open_tree(write_zip(tmp_path / "phone.zip", {"phone/1.png": png()}))
         assert (tree.classes, names(tree)) == (None, ["1.png"])
 
-    def test_folders_within_a_class_belong_to_it(self, tmp_path):
-        tree = open_tree(put(tmp_path, {"cat/a/b/1.png": png(), "cat/2.png": png(), "dog/a/3.png": png()}))
+    def test_subfolders_belong_to_their_class(self, tmp_path):
+        tree = open_tree(write_files(tmp_path, {"cat/a/b/1.png": png(), "cat/2.png": png(), "dog/a/3.png": png()}))
         assert {file.name: file.class_name for file in tree.files} == {
             "cat/2.png": "cat",
             "cat/a/b/1.png": "cat",
@@ -62,27 +62,27 @@ class TestLayout:
 
     @pytest.mark.parametrize("around", ["", "photo/"])
     def test_images_beside_class_folders_are_refused_and_both_named(self, tmp_path, around):
-        folder = put(tmp_path, {f"{around}cat/1.png": png(), f"{around}stray.jpg": png()})
+        folder = write_files(tmp_path, {f"{around}cat/1.png": png(), f"{around}stray.jpg": png()})
         with pytest.raises(RatpError, match=r"both beside and in class folders: 'stray.jpg', and folders 'cat'"):
             open_tree(folder)
 
-    def test_images_are_known_by_their_ending_in_any_case(self, tmp_path):
+    def test_image_suffixes_ignore_case(self, tmp_path):
         endings = ["png", "JPG", "jpeg", "WebP", "bmp", "GIF", "tif", "TIFF", "ppm", "pgm"]
         endings += ["jfif", "JPE", "pjpeg", "mpo", "apng", "pbm", "pnm"]
-        tree = open_tree(put(tmp_path, {f"cat/x.{ending}": b"" for ending in endings}))
+        tree = open_tree(write_files(tmp_path, {f"cat/x.{ending}": b"" for ending in endings}))
         assert len(tree.files) == len(endings)
 
-    def test_other_files_are_listed_and_clutter_is_not(self, tmp_path):
+    def test_other_files_are_listed_but_not_clutter(self, tmp_path):
         others = {"readme.txt": b"", "cat/labels.csv": b"", "cat/png": b""}
         clutter = [".DS_Store", "cat/Thumbs.db", "__MACOSX/cat/._1.png", ".git/1.png", "cat/.2.png", "desktop.ini"]
         files = {"cat/1.png": png(), **others, **dict.fromkeys(clutter, b"")}
-        for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
+        for tree in (open_tree(write_files(tmp_path / "d", files)), open_tree(write_zip(tmp_path / "d.zip", files))):
             assert names(tree) == ["cat/1.png"]
             assert tree.ignored == tuple(sorted(others))
 
-    def test_what_may_be_meant_as_an_image_and_is_not_read_is_told_apart(self, tmp_path):
+    def test_possible_images_are_reported_separately(self, tmp_path):
         meant = ["cat/1.HEIC", "cat/2.avif", "cat/3.jpg_large", "cat/4.tiff64", "cat/raw/5.cr2"]
-        begun = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
+        files_without_ending = {"cat/6": png(), "cat/7": b"\xff\xd8\xff\xe0"}
         others = [
             "labels.csv",
             "cat/1.jpg.txt",
@@ -96,51 +96,51 @@ class TestLayout:
             "cat/9.jpgw",
             "a.gifv",
         ]
-        files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **begun}
-        for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
+        files = {"cat/1.png": png(), **dict.fromkeys([*meant, *others], b"text"), **files_without_ending}
+        for tree in (open_tree(write_files(tmp_path / "d", files)), open_tree(write_zip(tmp_path / "d.zip", files))):
             assert names(tree) == ["cat/1.png"]
-            assert tree.unsupported == tuple(sorted([*meant, *begun]))
-            (told,) = remarks_on(tree)
-            assert told.startswith("7 files skipped, unsupported format: without ending (2), ")
-            assert ".heic (1)" in told
+            assert tree.unsupported == tuple(sorted([*meant, *files_without_ending]))
+            (remark,) = remarks_on(tree)
+            assert remark.startswith("7 files skipped, unsupported format: without ending (2), ")
+            assert ".heic (1)" in remark
         files = {"cat/1.png": png(), "cat/2.heic": b""}
-        (told,) = remarks_on(open_tree(put(tmp_path / "one", files)))
-        assert told.startswith("1 file skipped, unsupported format: .heic (1). ")
+        (remark,) = remarks_on(open_tree(write_files(tmp_path / "one", files)))
+        assert remark.startswith("1 file skipped, unsupported format: .heic (1). ")
 
     @pytest.mark.parametrize("around", ["", "pics/"])
-    def test_several_domains_are_not_taken_for_one(self, tmp_path, around):
+    def test_several_domains_are_not_read_as_one(self, tmp_path, around):
         """Their names would be the classes."""
         layout = ["day/cat/1.png", "day/dog/2.png", "rain/cat/3.png", "rain/dog/4.png", "night/5.png"]
         files = {f"{around}{name}": png() for name in layout}
-        folder = put(tmp_path / "d", files)
-        told = r"looks like several domains, not like one: 'day', 'night', 'rain'; .* in more than one of them\."
+        folder = write_files(tmp_path / "d", files)
+        remark = r"looks like several domains, not like one: 'day', 'night', 'rain'; .* in more than one of them\."
         with pytest.raises(
-            RatpError, match=rf"{told} If they are classes, .* give one of them, e\.g\. {folder}/{around}day\."
+            RatpError, match=rf"{remark} If they are classes, .* give one of them, e\.g\. {folder}/{around}day\."
         ):
             open_tree(folder)
-        with pytest.raises(RatpError, match=rf"{told} If they .* give one of them in a zip or a folder of its own\."):
-            open_tree(zipped(tmp_path / "d.zip", files))
+        with pytest.raises(RatpError, match=rf"{remark} If they .* give one of them in a zip or a folder of its own\."):
+            open_tree(write_zip(tmp_path / "d.zip", files))
         assert open_tree(folder, labelled=False).classes is None
         known = open_tree(folder, sure=True)
         assert known.classes == ("day", "night", "rain")
-        (told,) = remarks_on(known)
-        assert "If 'day' is not a class but a domain" in told
+        (remark,) = remarks_on(known)
+        assert "If 'day' is not a class but a domain" in remark
 
-    def test_two_classes_of_many_condemn_no_others(self, tmp_path):
+    def test_two_shared_class_names_do_not_refuse_the_rest(self, tmp_path):
         files = [f"{name}/1.png" for name in "abcdefgh"]
         files += [f"{name}/{year}/1.png" for name in ("w", "x") for year in ("2019", "2020")]
-        tree = open_tree(put(tmp_path, dict.fromkeys(files, png())))
+        tree = open_tree(write_files(tmp_path, dict.fromkeys(files, png())))
         assert tree.classes == (*"abcdefgh", "w", "x")
         assert "If 'w' is not a class" in remarks_on(tree)[0]
 
-    def test_folders_of_several_sets_are_not_taken_for_one_domain(self, tmp_path):
+    def test_folders_of_several_sets_are_not_one_domain(self, tmp_path):
         sets = {"digits": ("mnist", "usps"), "pets": ("photo", "sketch")}
         places = [f"{name}/{domain}/{label}" for name, domains in sets.items() for domain in domains for label in "01"]
         with pytest.raises(RatpError, match="one: 'digits/mnist', 'digits/usps', 'pets/photo', 'pets/sketch'; folders"):
-            open_tree(put(tmp_path, {f"{place}/1.png": png() for place in places}))
+            open_tree(write_files(tmp_path, {f"{place}/1.png": png() for place in places}))
 
     @pytest.mark.parametrize(
-        ("layout", "told"),
+        ("layout", "expected"),
         [
             (["cat/images/1.png", "dog/images/2.png"], []),
             (["cat/siamese/1.png", "cat/persian/2.png", "dog/poodle/3.png"], []),
@@ -149,40 +149,45 @@ class TestLayout:
             (["cat/2024/1.png", "cat/2025/2.png", "dog/3.png"], ["to it: 'cat/2024', 'cat/2025'. If 'cat' is"]),
         ],
     )
-    def test_other_folders_within_classes_belong_to_them(self, tmp_path, layout, told):
-        tree = open_tree(put(tmp_path, dict.fromkeys(layout, png())))
+    def test_nested_folders_belong_to_their_class(self, tmp_path, layout, expected):
+        tree = open_tree(write_files(tmp_path, dict.fromkeys(layout, png())))
         assert tree.classes == ("cat", "dog")
-        assert [words in remark for words, remark in zip(told, remarks_on(tree), strict=True)] == [True] * len(told)
+        assert [words in remark for words, remark in zip(expected, remarks_on(tree), strict=True)] == [True] * len(
+            expected
+        )
 
-    def test_empty_class_folders_are_no_classes(self, tmp_path):
-        put(tmp_path, {"cat/1.png": png()})
+    def test_empty_class_folders_are_ignored(self, tmp_path):
+        write_files(tmp_path, {"cat/1.png": png()})
         (tmp_path / "dog").mkdir()
         assert open_tree(tmp_path).classes == ("cat",)
 
     @pytest.mark.parametrize("files", [{}, {"cat/notes.txt": b""}])
     def test_a_domain_without_images_is_refused(self, tmp_path, files):
         (tmp_path / "d").mkdir()
-        for path in (put(tmp_path / "d", files), zipped(tmp_path / "d.zip", files)):
+        for path in (write_files(tmp_path / "d", files), write_zip(tmp_path / "d.zip", files)):
             with pytest.raises(RatpError, match="has no images: expected class/image") as caught:
                 open_tree(path)
             assert ("notes.txt" in str(caught.value)) == bool(files)
 
-    def test_a_class_renamed_in_one_domain_shows(self, tmp_path):
-        one = open_tree(put(tmp_path / "one", FILES))
-        other = open_tree(put(tmp_path / "two", {n.replace("dog", "Dog"): data for n, data in FILES.items()}))
+    def test_class_renamed_in_one_domain_is_visible(self, tmp_path):
+        one = open_tree(write_files(tmp_path / "one", FILES))
+        other = open_tree(write_files(tmp_path / "two", {n.replace("dog", "Dog"): data for n, data in FILES.items()}))
         assert one.classes == ("cat", "dog")
         assert other.classes == ("Dog", "cat")
 
-    def test_accents_written_in_two_ways_are_one_class_name(self, tmp_path):
+    def test_unicode_forms_of_a_class_name_are_equal(self, tmp_path):
         composed, decomposed = "na\u00efve \u00fc", "nai\u0308ve u\u0308"
-        trees = [open_tree(put(tmp_path / str(k), {f"{n}/1.png": png()})) for k, n in enumerate((composed, decomposed))]
+        trees = [
+            open_tree(write_files(tmp_path / str(k), {f"{n}/1.png": png()}))
+            for k, n in enumerate((composed, decomposed))
+        ]
         assert trees[0].classes == trees[1].classes == (composed,)
         assert [tree.read(tree.files[0]) for tree in trees] == [png()] * 2
 
-    def test_missing_and_foreign_paths(self, tmp_path):
+    def test_missing_and_invalid_paths(self, tmp_path):
         with pytest.raises(RatpError, match="does not exist"):
             open_tree(tmp_path / "nowhere")
-        put(tmp_path, {"a.tar": b"", "b.png": png()})
+        write_files(tmp_path, {"a.tar": b"", "b.png": png()})
         for name in ("a.tar", "b.png"):
             with pytest.raises(RatpError, match=r"neither a folder nor a \.zip"):
                 open_tree(tmp_path / name)
@@ -203,12 +208,12 @@ class TestNames:
 
     def test_any_name_is_read(self, tmp_path):
         files = {name: png(k) for k, name in enumerate(self.NAMES)}
-        for tree in (open_tree(put(tmp_path / "d", files)), open_tree(zipped(tmp_path / "d.zip", files))):
+        for tree in (open_tree(write_files(tmp_path / "d", files)), open_tree(write_zip(tmp_path / "d.zip", files))):
             assert names(tree) == sorted(files)
             assert {file.name: tree.read(file) for file in tree.files} == files
             assert tree.classes == tuple(sorted(name.split("/")[0] for name in files))
 
-    def test_bytes_that_are_no_text(self, tmp_path):
+    def test_non_text_names(self, tmp_path):
         folder = os.fsencode(tmp_path) + b"/cl\xe9"
         os.mkdir(folder)
         with open(folder + b"/\xff.png", "wb") as file:
@@ -217,8 +222,8 @@ class TestNames:
         assert tree.read(tree.files[0]) == png()
         assert len(identity(tree)) == 64
 
-    def test_utf8_in_an_archive_that_does_not_say_so(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", {"画像/1.png": png(), "ascii/1.png": png()})
+    def test_utf8_archive_without_flag(self, tmp_path):
+        path = write_zip(tmp_path / "d.zip", {"画像/1.png": png(), "ascii/1.png": png()})
         data = path.read_bytes()
         for record, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
             start = data.index(record)
@@ -234,7 +239,7 @@ class TestNames:
 
 class TestOrder:
     def test_it_does_not_depend_on_the_file_system(self, tmp_path, monkeypatch):
-        put(tmp_path, small_domain(("b", "a", "Z", "ä"), 5))
+        write_files(tmp_path, make_small_domain(("b", "a", "Z", "ä"), 5))
         expected = open_tree(tmp_path)
         assert names(expected) == sorted(names(expected))
         scandir, chance = os.scandir, random.Random(0)
@@ -258,20 +263,23 @@ class TestOrder:
 
     def test_folder_and_archive_agree(self, tmp_path):
         members = dict(reversed(FILES.items()))
-        folder, archive = open_tree(put(tmp_path / "d", FILES)), open_tree(zipped(tmp_path / "d.zip", members))
+        folder, archive = (
+            open_tree(write_files(tmp_path / "d", FILES)),
+            open_tree(write_zip(tmp_path / "d.zip", members)),
+        )
         assert names(folder) == names(archive)
         assert (folder.name, folder.classes) == (archive.name, archive.classes)
 
 
 class TestOutOfReach:
     def test_an_unreadable_folder_is_named(self, tmp_path, monkeypatch):
-        put(tmp_path, FILES)
+        write_files(tmp_path, FILES)
         closed(monkeypatch, "dog")
         tree = open_tree(tmp_path)
         assert tree.classes == ("cat",)
         assert tree.unreadable == (("dog", "is a folder that cannot be read: Permission denied"),)
 
-    def test_an_unreadable_domain_is_an_error(self, tmp_path, monkeypatch):
+    def test_unreadable_domain_is_an_error(self, tmp_path, monkeypatch):
         def refusing(_):
             raise PermissionError(13, "Permission denied")
 
@@ -279,8 +287,8 @@ class TestOutOfReach:
         with pytest.raises(RatpError, match=r"cannot read the folder .*Permission denied"):
             open_tree(tmp_path)
 
-    def test_a_link_to_a_file_is_followed_and_one_to_nothing_named(self, tmp_path):
-        put(tmp_path, {"d/cat/1.png": png(1), "elsewhere/2.png": png(2)})
+    def test_file_link_is_followed_and_broken_link_named(self, tmp_path):
+        write_files(tmp_path, {"d/cat/1.png": png(1), "elsewhere/2.png": png(2)})
         (tmp_path / "d/cat/2.png").symlink_to(tmp_path / "elsewhere/2.png")
         (tmp_path / "d/cat/3.png").symlink_to("gone.png")
         (tmp_path / "d/dog").symlink_to("gone")
@@ -289,15 +297,15 @@ class TestOutOfReach:
         assert tree.unreadable == (("cat/3.png", "is a link to nothing"), ("dog", "is a link to nothing"))
 
     def test_links_to_folders_are_followed_once(self, tmp_path):
-        put(tmp_path, {"d/cat/1.png": png(1), "elsewhere/2.png": png(2)})
+        write_files(tmp_path, {"d/cat/1.png": png(1), "elsewhere/2.png": png(2)})
         (tmp_path / "d/a_cat").symlink_to("cat")
         (tmp_path / "d/dog").symlink_to(tmp_path / "elsewhere")
         tree = open_tree(tmp_path / "d")
         assert names(tree) == ["cat/1.png", "dog/2.png"]
         assert tree.ignored == ("a_cat (leads to a folder that is listed already)",)
 
-    def test_loops_of_links_end(self, tmp_path):
-        put(tmp_path, {"d/cat/1.png": png(), "d/dog/2.png": png()})
+    def test_link_loops_end(self, tmp_path):
+        write_files(tmp_path, {"d/cat/1.png": png(), "d/dog/2.png": png()})
         (tmp_path / "d/cat/up").symlink_to("..")
         (tmp_path / "d/cat/far_up").symlink_to(tmp_path)
         (tmp_path / "d/cat/self").symlink_to("self")
@@ -309,12 +317,12 @@ class TestOutOfReach:
         assert [name for name, _ in tree.unreadable] == ["cat/self"]
 
     def test_a_pipe_is_not_opened(self, tmp_path):
-        put(tmp_path, {"cat/1.png": png()})
+        write_files(tmp_path, {"cat/1.png": png()})
         os.mkfifo(tmp_path / "cat/2.png")
         assert open_tree(tmp_path).unreadable == (("cat/2.png", "is a pipe or a device, not a file"),)
 
-    def test_a_file_that_goes_or_changes_after_listing(self, tmp_path):
-        tree = open_tree(put(tmp_path, FILES))
+    def test_file_removed_or_changed_after_listing(self, tmp_path):
+        tree = open_tree(write_files(tmp_path, FILES))
         (tmp_path / tree.files[0].name).unlink()
         (tmp_path / tree.files[1].name).write_bytes(b"123")
         with pytest.raises(BadImage, match="cannot be read: No such file"):
@@ -322,15 +330,15 @@ class TestOutOfReach:
         with pytest.raises(BadImage, match=r"has changed since it was listed: \d+ bytes then, 3 now"):
             tree.read(tree.files[1])
 
-    def test_a_file_larger_than_any_image_is_not_read_whole(self, tmp_path):
-        path = put(tmp_path, {"cat/1.png": png()}) / "cat/1.png"
+    def test_oversized_file_is_not_read_whole(self, tmp_path):
+        path = write_files(tmp_path, {"cat/1.png": png()}) / "cat/1.png"
         os.truncate(path, 600 * 2**20)
         tree = open_tree(tmp_path)
         with pytest.raises(BadImage, match="larger than 512 MiB"):
             tree.read(tree.files[0])
 
 
-def crafted(path: Path, change) -> Path:
+def craft_archive(path: Path, change) -> Path:
     """An archive of two images whose second member is written as ``change`` makes it."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cat/1.png", png(1))
@@ -368,16 +376,16 @@ class TestArchives:
         ],
     )
     @pytest.mark.faults(7, "archives are read in place; members that lead out, links and devices are refused")
-    def test_members_no_honest_tool_writes_are_refused(self, tmp_path, change, reason):
+    def test_malicious_members_are_refused(self, tmp_path, change, reason):
         with pytest.raises(RatpError, match=f"is refused:\n.*{reason}"):
-            open_tree(crafted(tmp_path / "d.zip", change))
+            open_tree(craft_archive(tmp_path / "d.zip", change))
 
-    def test_the_crafted_archive_is_fine_otherwise(self, tmp_path):
-        tree = open_tree(crafted(tmp_path / "d.zip", of_kind(stat.S_IFREG)))
+    def test_unmodified_crafted_archive_is_read(self, tmp_path):
+        tree = open_tree(craft_archive(tmp_path / "d.zip", of_kind(stat.S_IFREG)))
         assert [tree.read(file) for file in tree.files] == [png(1), png(2)]
 
     @pytest.mark.parametrize("second", ["cat/1.png", "./cat/1.png", "cat//1.png"])
-    def test_the_same_name_twice(self, tmp_path, second):
+    def test_duplicate_member_name(self, tmp_path, second):
         with zipfile.ZipFile(tmp_path / "d.zip", "w") as archive:
             archive.writestr("cat/1.png", png(1))
             if second == "cat/1.png":
@@ -388,14 +396,14 @@ class TestArchives:
         with pytest.raises(RatpError, match=r"1 member\(s\) with the same name twice"):
             open_tree(tmp_path / "d.zip")
 
-    def test_a_zero_byte_in_a_name(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", {"cat/1.png": png(), "cat/2.png?.exe": png()})
+    def test_null_byte_in_name(self, tmp_path):
+        path = write_zip(tmp_path / "d.zip", {"cat/1.png": png(), "cat/2.png?.exe": png()})
         path.write_bytes(path.read_bytes().replace(b"2.png?.exe", b"2.png\0.exe"))
         with pytest.raises(RatpError, match="a zero byte in the name"):
             open_tree(path)
 
     def test_encrypted_images(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", {"cat/1.png": png(), "notes.txt": b""})
+        path = write_zip(tmp_path / "d.zip", {"cat/1.png": png(), "notes.txt": b""})
         data = bytearray(path.read_bytes())
         data[data.index(b"PK\x01\x02") + 8] |= 1
         path.write_bytes(data)
@@ -403,7 +411,7 @@ class TestArchives:
             open_tree(path)
 
     def test_all_reasons_come_at_once(self, tmp_path):
-        path = zipped(
+        path = write_zip(
             tmp_path / "d.zip", {"../1.png": png(), "/2.png": png(), **{f"c\\{k}.png": b"" for k in range(9)}}
         )
         with pytest.raises(RatpError) as caught:
@@ -414,13 +422,15 @@ class TestArchives:
         assert "give the folder" in lines[4]
 
     def test_too_many_members(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", FILES)
+        path = write_zip(tmp_path / "d.zip", FILES)
         with pytest.raises(RatpError, match="it has 6 members, and at most 5 are read"):
             open_tree(path, ArchiveLimits(members=5))
         assert len(open_tree(path, ArchiveLimits(members=6)).files) == 6
 
     def test_too_large_members_and_too_much_in_all(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", {"cat/1.png": bytes(2 * 2**20), "cat/2.png": b"1", "film.mp4": bytes(2**22)})
+        path = write_zip(
+            tmp_path / "d.zip", {"cat/1.png": bytes(2 * 2**20), "cat/2.png": b"1", "film.mp4": bytes(2**22)}
+        )
         with pytest.raises(RatpError, match=r"1 image\(s\) larger than 1 MiB: 'cat/1.png'"):
             open_tree(path, ArchiveLimits(file_bytes=2**20))
         with pytest.raises(RatpError, match=r"its images take 0\.0 GiB unpacked"):
@@ -428,14 +438,14 @@ class TestArchives:
         assert len(open_tree(path, ArchiveLimits(file_bytes=2**21, total_bytes=2**21 + 1)).files) == 2
 
     @pytest.mark.faults(7, "an archive that would unpack to far more than it is, is refused")
-    def test_a_bomb(self, tmp_path):
+    def test_decompression_bomb(self, tmp_path):
         files = {"cat/1.bmp": bytes(40 * 2**20), "cat/2.bmp": bytes(2**20)}
-        path = zipped(tmp_path / "d.zip", files, zipfile.ZIP_DEFLATED)
+        path = write_zip(tmp_path / "d.zip", files, zipfile.ZIP_DEFLATED)
         with pytest.raises(RatpError, match=r"1 image\(s\) packed more than 200:1, as only bombs are: 'cat/1.bmp'"):
             open_tree(path)
 
-    def test_a_member_that_holds_more_than_it_declares(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", {"cat/1.bmp": bytes(10**6)}, zipfile.ZIP_DEFLATED)
+    def test_member_larger_than_declared(self, tmp_path):
+        path = write_zip(tmp_path / "d.zip", {"cat/1.bmp": bytes(10**6)}, zipfile.ZIP_DEFLATED)
         data = bytearray(path.read_bytes())
         struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 100)
         path.write_bytes(data)
@@ -444,8 +454,8 @@ class TestArchives:
         with pytest.raises(BadImage, match="damaged in the archive"):
             tree.read(tree.files[0])
 
-    def test_a_damaged_member_is_noticed_by_its_checksum(self, tmp_path):
-        path = zipped(tmp_path / "d.zip", FILES)
+    def test_damaged_member_fails_its_checksum(self, tmp_path):
+        path = write_zip(tmp_path / "d.zip", FILES)
         data = bytearray(path.read_bytes())
         data[data.index(b"IDAT") + 6] ^= 1
         path.write_bytes(data)
@@ -454,15 +464,15 @@ class TestArchives:
             tree.read(tree.files[0])
         assert tree.read(tree.files[1]) == FILES["cat/1.png"]
 
-    def test_a_truncated_archive_is_one_message(self, tmp_path):
-        whole = zipped(tmp_path / "d.zip", FILES).read_bytes()
+    def test_truncated_archive_gives_one_message(self, tmp_path):
+        whole = write_zip(tmp_path / "d.zip", FILES).read_bytes()
         for length in range(0, len(whole), 61):
             (tmp_path / "cut.zip").write_bytes(whole[:length])
             with pytest.raises(RatpError, match=r"is damaged or not a zip archive .* Download it or make it again"):
                 open_tree(tmp_path / "cut.zip")
 
     def test_what_is_not_an_archive(self, tmp_path):
-        put(tmp_path, {"page.zip": b"<!doctype html><title>Not found</title>"})
+        write_files(tmp_path, {"page.zip": b"<!doctype html><title>Not found</title>"})
         with pytest.raises(RatpError, match="is damaged or not a zip archive"):
             open_tree(tmp_path / "page.zip")
 
@@ -475,7 +485,7 @@ def workshop(tmp_path_factory):
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), packed=st.booleans())
 def test_any_flipped_bit_of_an_archive_is_harmless(workshop, place, bit, packed):
     """It is noticed, or in a place that does not matter; nothing else is raised."""
-    path = zipped(workshop / "d.zip", FILES, zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED)
+    path = write_zip(workshop / "d.zip", FILES, zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED)
     data = bytearray(path.read_bytes())
     data[place % len(data)] ^= 1 << bit
     path.write_bytes(data)
@@ -489,8 +499,8 @@ def test_any_flipped_bit_of_an_archive_is_harmless(workshop, place, bit, packed)
 
 
 class TestIdentity:
-    def test_it_changes_with_the_listing(self, tmp_path):
-        put(tmp_path, FILES)
+    def test_identity_changes_with_the_listing(self, tmp_path):
+        write_files(tmp_path, FILES)
         seen = {identity(open_tree(tmp_path))}
 
         def changed():
@@ -503,7 +513,7 @@ class TestIdentity:
         assert changed()
         os.utime(tmp_path / "cat/0.png", ns=(1, 2))
         assert changed()
-        put(tmp_path, {"cat/0.png": png() + b"1"})
+        write_files(tmp_path, {"cat/0.png": png() + b"1"})
         os.utime(tmp_path / "cat/0.png", ns=(1, 2))
         assert changed()
         (tmp_path / "cat/0.png").rename(tmp_path / "cat/00.png")
@@ -514,17 +524,17 @@ class TestIdentity:
         assert changed()
         (tmp_path / "cow/gone.png").symlink_to("nowhere")
         assert changed()
-        put(tmp_path, {"notes.txt": b""})
+        write_files(tmp_path, {"notes.txt": b""})
         assert not changed()
 
-    def test_that_of_an_archive_is_that_of_its_contents(self, tmp_path):
-        one = identity(open_tree(zipped(tmp_path / "one.zip", FILES)))
-        assert identity(open_tree(zipped(tmp_path / "two.zip", dict(reversed(FILES.items()))))) == one
-        assert identity(open_tree(zipped(tmp_path / "three.zip", {**FILES, "cat/0.png": png(77)}))) != one
+    def test_identity_of_archive_is_of_its_contents(self, tmp_path):
+        one = identity(open_tree(write_zip(tmp_path / "one.zip", FILES)))
+        assert identity(open_tree(write_zip(tmp_path / "two.zip", dict(reversed(FILES.items()))))) == one
+        assert identity(open_tree(write_zip(tmp_path / "three.zip", {**FILES, "cat/0.png": png(77)}))) != one
 
-    def test_no_image_is_read(self, tmp_path, monkeypatch):
-        put(tmp_path / "d", FILES)
-        zipped(tmp_path / "d.zip", FILES)
+    def test_identity_reads_no_image(self, tmp_path, monkeypatch):
+        write_files(tmp_path / "d", FILES)
+        write_zip(tmp_path / "d.zip", FILES)
 
         def never(*_, **__):
             raise AssertionError("an image was opened")

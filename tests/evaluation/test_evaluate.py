@@ -16,7 +16,7 @@ every_method = pytest.mark.parametrize("method", each_method())
 
 
 class Oracle:
-    """Answers what it was told to."""
+    """Returns preset answers."""
 
     def __init__(self, answers):
         self.answers = answers
@@ -73,7 +73,7 @@ def test_predicting_in_the_middle_of_a_stage_does_not_change_its_end(method):
 
 
 @every_method
-def test_an_answer_does_not_depend_on_the_company_of_an_image(method):
+def test_prediction_is_independent_of_the_batch(method):
     built, source, _ = toy_method(toy_plan(method))
     built.fit_source(source)
     chunk = chunk_size(torch.Size((3, 32, 32)), torch.device("cpu"))
@@ -93,7 +93,7 @@ def test_labels_of_a_domain_are_read_by_position():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_predictions_that_are_no_numbers_are_an_error(bad):
+def test_non_finite_predictions_are_an_error(bad):
     class Broken(Oracle):
         def predict(self, images):
             logits = super().predict(images)
@@ -105,7 +105,7 @@ def test_predictions_that_are_no_numbers_are_an_error(bad):
         accuracy(Broken(domain.labels), domain)
 
 
-def test_one_number_comes_back_from_the_device():
+def test_one_scalar_is_read_from_the_device():
     class Watched(torch.Tensor):
         """Notes what would make a GPU wait, or move its numbers to the host."""
 

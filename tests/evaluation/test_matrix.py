@@ -88,7 +88,7 @@ class TestMetrics:
 
 
 class TestPartial:
-    def test_a_run_not_begun_has_no_metrics(self):
+    def test_unstarted_run_has_no_metrics(self):
         matrix = Matrix(("S", "A"))
         assert not matrix.complete
         assert all(matrix.metric(metric) == {} for metric in METRICS)
@@ -124,7 +124,7 @@ class TestUnlabelledDomains:
     """Their columns are empty, and nothing else is."""
 
     @given(with_unlabelled())
-    def test_they_have_no_metric_and_change_none(self, both):
+    def test_unlabelled_domains_do_not_affect_metrics(self, both):
         whole, matrix, hidden = both
         for metric in METRICS:
             expected = {name: value for name, value in whole.metric(metric).items() if name not in hidden}
@@ -133,7 +133,7 @@ class TestUnlabelledDomains:
             assert matrix.average(metric) == pytest.approx(mean, nan_ok=True)
 
     @given(with_unlabelled())
-    def test_what_is_written_can_be_read(self, both):
+    def test_round_trip(self, both):
         _, matrix, _ = both
         text = json.dumps(matrix.to_json(), allow_nan=False)
         again = Matrix.from_json(json.loads(text))
@@ -148,14 +148,14 @@ class TestUnlabelledDomains:
         assert matrix.to_json()["accuracy"] == [[99, None, 40], [95, None, 50]]
 
     @pytest.mark.parametrize("row", [(95, 90, 50), (95, math.nan, math.nan), (math.nan, math.nan, 50)])
-    def test_they_have_none_at_every_stage(self, row):
+    def test_every_stage_has_no_unlabelled_metric(self, row):
         with pytest.raises(RatpError, match="accuracies on other domains"):
             Matrix(("S", "A", "B"), ((99, math.nan, 40),)).with_row(row)
 
 
 class TestFiles:
     @given(matrices())
-    def test_what_is_written_can_be_read(self, matrix):
+    def test_round_trip(self, matrix):
         assert Matrix.from_json(json.loads(json.dumps(matrix.to_json(), allow_nan=False))) == matrix
 
     def test_metrics_are_spelled_out(self):
@@ -163,14 +163,14 @@ class TestFiles:
         assert written["FA"] == {"domains": {"S": 93.5, "A": 85.0}, "average": 89.25}
         assert Matrix(("S", "A")).to_json()["metrics"]["FA"] == {"domains": {}, "average": None}
 
-    def test_a_domain_may_be_called_average(self):
+    def test_domain_can_be_named_average(self):
         """Image folders are named by their users."""
         matrix = Matrix(("S", "average"), ((90.0, 20.0), (80.0, 70.0)))
         assert matrix.metric("TDA") == {"S": 90, "average": 70}
         assert "70.0" in json.dumps(matrix.to_json()["metrics"]["TDA"])
 
     @pytest.mark.parametrize("part", ["metrics", "accuracy"])
-    def test_metrics_that_are_not_those_of_the_accuracies_are_damage(self, part):
+    def test_inconsistent_metrics_are_damage(self, part):
         data = EXAMPLE.to_json()
         if part == "metrics":
             data["metrics"]["TDA"]["average"] += 1e-9
@@ -184,7 +184,7 @@ class TestFiles:
     @example(domains=["S"], accuracy=[[True]])
     @example(domains=["S"], accuracy=5)
     @example(domains=3, accuracy=[])
-    def test_anything_else_is_refused_in_words(self, domains, accuracy):
+    def test_invalid_matrix_is_refused(self, domains, accuracy):
         try:
             matrix = Matrix.from_json({"domains": domains, "accuracy": accuracy})
         except RatpError:
@@ -192,11 +192,11 @@ class TestFiles:
         assert all(math.isnan(value) or 0 <= value <= 100 for row in matrix.accuracy for value in row)
 
     @pytest.mark.parametrize("data", [{}, {"domains": ["S"]}, {"accuracy": []}, [], None, "matrix"])
-    def test_missing_parts_are_refused_in_words(self, data):
+    def test_incomplete_matrix_is_refused(self, data):
         with pytest.raises(RatpError, match="not an accuracy matrix"):
             Matrix.from_json(data)
 
-    def test_a_text_is_no_list_of_domains(self):
+    def test_string_is_not_a_list_of_domains(self):
         with pytest.raises(RatpError):
             Matrix.from_json({"domains": "SAB", "accuracy": []})
 
@@ -219,7 +219,7 @@ class TestRefusals:
         with pytest.raises(RatpError, match=message):
             Matrix(("S", "A"), accuracy)
 
-    def test_two_domains_of_one_name(self):
-        """By name they could not be told apart, and the averages would lose one of them."""
+    def test_duplicate_domain_names(self):
+        """Equal names would be indistinguishable, and the averages would lose one of them."""
         with pytest.raises(RatpError):
             Matrix(("S", "A", "A"))

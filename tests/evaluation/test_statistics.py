@@ -53,7 +53,7 @@ class TestStudent:
         assert student_t(confidence, 2) == pytest.approx(math.sqrt(squared), rel=1e-9)
 
     @pytest.mark.parametrize("confidence", [0.5, 0.6827, 0.8, 0.9, 0.95, 0.99, 0.999])
-    def test_scipy_says_the_same(self, confidence):
+    def test_agrees_with_scipy(self, confidence):
         freedoms = [*range(1, 60), *range(60, 1001, 47), 1000]
         expected = stats.t.ppf((1 + confidence) / 2, freedoms)
         assert [student_t(confidence, freedom) for freedom in freedoms] == pytest.approx(expected, rel=1e-10)
@@ -65,7 +65,7 @@ class TestStudent:
         assert student_t(confidence, freedom) == pytest.approx(expected, rel=1e-6, abs=1e-15)
 
     @pytest.mark.parametrize(("confidence", "freedom"), [(0, 3), (1, 3), (95, 3), (-0.5, 3), (math.nan, 3), (0.95, 0)])
-    def test_what_does_not_exist_is_refused(self, confidence, freedom):
+    def test_undefined_values_are_refused(self, confidence, freedom):
         with pytest.raises(ValueError, match="no t quantile"):
             student_t(confidence, freedom)
 
@@ -86,7 +86,7 @@ class TestSummarise:
         assert summary.is_single
 
     @given(st.lists(PERCENT, min_size=2, max_size=8), st.sampled_from([0.5, 0.9, 0.99]))
-    def test_numpy_and_scipy_say_the_same(self, values, confidence):
+    def test_agrees_with_numpy_and_scipy(self, values, confidence):
         summary = summarise(values, confidence)
         half = stats.t.ppf((1 + confidence) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
         assert summary.mean == close(np.mean(values), abs=1e-9)
@@ -94,7 +94,7 @@ class TestSummarise:
         assert (summary.low, summary.high) == close((summary.mean - half, summary.mean + half), abs=1e-9)
 
     @given(SAMPLES, st.randoms())
-    def test_the_order_of_values_is_nothing(self, values, random):
+    def test_order_of_values_does_not_matter(self, values, random):
         shuffled = random.sample(values, len(values))
         assert astuple(summarise(shuffled)) == close(astuple(summarise(values)), abs=1e-9)
 
@@ -116,11 +116,11 @@ class TestSummarise:
         assert astuple(summarise([value] * n)) == close((n, value, 0, value, value), abs=1e-10)
 
     def test_intervals_cover_as_often_as_they_say(self):
-        drawn = np.random.default_rng(0).normal(70, 3, (2000, 3))
-        covered = np.mean([s.low < 70 < s.high for s in map(summarise, drawn)])
+        samples = np.random.default_rng(0).normal(70, 3, (2000, 3))
+        covered = np.mean([s.low < 70 < s.high for s in map(summarise, samples)])
         assert covered == pytest.approx(0.95, abs=0.015)
 
-    def test_nothing_is_refused(self):
+    def test_empty_input_is_refused(self):
         with pytest.raises(ValueError, match="no values"):
             summarise([])
 
@@ -129,7 +129,7 @@ class TestSummarise:
         with pytest.raises(ValueError, match=f"1 of these are not, e.g. {gap}"):
             summarise([80, gap])
 
-    def test_it_cannot_be_changed(self):
+    def test_summary_is_immutable(self):
         with pytest.raises(FrozenInstanceError):
             SINGLE.mean = 90.0
 
@@ -184,7 +184,7 @@ class TestPaired:
         assert (result.wins, result.losses, result.ties) == (1, 1, 2)
 
     @given(sides(least=2))
-    def test_scipy_says_the_same(self, both):
+    def test_agrees_with_scipy(self, both):
         ours, theirs = both
         result = paired(ours, theirs)
         if result.deviation > 1e-6:
@@ -193,7 +193,7 @@ class TestPaired:
             assert (result.low, result.high) == pytest.approx(expected.confidence_interval(0.95), abs=1e-9)
 
     @given(sides())
-    def test_the_other_way_round_it_is_the_opposite(self, both):
+    def test_swapping_sides_negates_the_result(self, both):
         ours, theirs = both
         one, other = paired(ours, theirs), paired(theirs, ours)
         assert other.mean == -one.mean
@@ -208,13 +208,13 @@ class TestPaired:
             assert (result.low > 0 or result.high < 0) == (result.p_value < 1 - confidence)
 
     @given(sides(), st.randoms())
-    def test_the_order_of_keys_is_nothing(self, both, random):
+    def test_order_of_keys_does_not_matter(self, both, random):
         ours, theirs = both
         shuffled = dict(random.sample(list(theirs.items()), len(theirs)))
         assert astuple(paired(shuffled, ours)) == close(astuple(paired(theirs, ours)))
 
     @pytest.mark.parametrize(("ours", "theirs"), [({}, {}), ({"a": 1.0}, {"b": 1.0}), ({"a": 1.0}, {})])
-    def test_nothing_in_common_is_refused(self, ours, theirs):
+    def test_disjoint_keys_are_refused(self, ours, theirs):
         with pytest.raises(ValueError, match="no key is on both sides"):
             paired(ours, theirs)
 
@@ -231,14 +231,14 @@ class TestRanks:
         assert ranks({}) == {}
 
     @given(TABLES)
-    def test_they_share_out_the_places(self, rows):
+    def test_ranks_sum_is_constant(self, rows):
         n = len(rows)
         found = ranks(rows)
         assert list(found) == list(rows)
         assert sum(found.values()) == n * (n + 1) / 2
 
     @given(TABLES)
-    def test_scipy_says_the_same(self, rows):
+    def test_agrees_with_scipy(self, rows):
         assert list(ranks(rows).values()) == stats.rankdata([-value for value in rows.values()]).tolist()
 
     def test_gaps_are_refused(self):
@@ -255,7 +255,7 @@ class TestMeanRanks:
         assert found["b"] == summarise([2, 1.5, 1])
 
     @given(st.lists(TABLES, min_size=1, max_size=4), st.sampled_from([0.9, 0.99]))
-    def test_they_share_out_the_places(self, tables, confidence):
+    def test_ranks_sum_is_constant(self, tables, confidence):
         common = set.intersection(*(set(table) for table in tables))
         if common:
             found = mean_ranks(tables, confidence)
@@ -268,7 +268,7 @@ class TestMeanRanks:
         assert mean_ranks(tables, 0.8)["a"] == summarise([1, 2], 0.8)
 
     @pytest.mark.parametrize("tables", [[], [{}], [{"a": 1.0}, {"b": 1.0}]])
-    def test_nothing_in_common_is_refused(self, tables):
+    def test_disjoint_keys_are_refused(self, tables):
         with pytest.raises(ValueError, match=f"in all of {len(tables)} tables"):
             mean_ranks(tables)
 
@@ -356,7 +356,7 @@ class TestVerdict:
         assert verdict(printed, ours, 101) == "close"
 
     @given(PERCENT, PERCENT, st.floats(0, 20))
-    def test_seeds_that_disagree_never_make_it_close(self, printed, mean, tolerance):
+    def test_disagreeing_seeds_never_count_as_close(self, printed, mean, tolerance):
         found = verdict(printed, Summary(3, mean, 100.0, mean - 250.0, mean + 250.0), tolerance)
         assert found == ("close" if abs(mean - printed) <= tolerance + 1e-9 else "within spread")
 
@@ -373,7 +373,7 @@ class TestVerdict:
         found = verdict(printed, ours, tolerance)
         assert found in ("close", "within spread") or found == ("above" if ours.mean > printed else "below")
 
-    def test_numbers_that_are_none_are_refused(self):
+    def test_non_finite_numbers_are_refused(self):
         with pytest.raises(ValueError, match="finite"):
             verdict(math.nan, SINGLE, 0.5)
         for tolerance in (-0.1, math.nan):

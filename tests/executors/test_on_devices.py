@@ -24,7 +24,7 @@ import ratp.executors.pool as pool
 import ratp.executors.process as process_module
 import ratp.executors.worker as worker
 from helpers import TINY, files_of, journal_of, no_processes, ratp, toy_plan
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp._core.environment import find_devices
 from ratp.errors import ConfigError
 from ratp.executors.local import run_all
@@ -60,7 +60,7 @@ class Gate(SHOT):
         return super().target_phases(domain)
 """
 
-# The same, of which one finds that its device is gone.
+# The same, but one loses its device.
 LOST = (
     f"""
 import ratp.executors.worker
@@ -75,10 +75,10 @@ import ratp.executors.worker
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A study of five runs, made on one device, one after the other."""
+    """A study of five runs on one device, one after the other."""
     folder = tmp_path_factory.mktemp("gate")
     for seed, name in enumerate(("ink", "mud", "fog")):
-        put(folder / "pictures" / name, images(count=4, seed=seed))
+        write_files(folder / "pictures" / name, image_files(count=4, seed=seed))
     (folder / "gate.py").write_text(GATE)
     sizes = {**TINY, "steps": 4, "size": 32}
     settings = ", ".join(f'"{name}" = {value}' for name, value in sizes.items())
@@ -118,7 +118,7 @@ def let_go():
 
 
 def makers():
-    """Who makes, or made, which run: the process of every seed."""
+    """The process that runs, or ran, each seed."""
     return {int(mark.name.split("-")[1]): int(mark.name.split("-")[2]) for mark in Path().glob("made-*")}
 
 
@@ -141,14 +141,14 @@ def alive(pids):
 
 
 def run_on_two(path, place="out", **how):
-    """Makes a study on two devices, or goes on with it; tells what became of its runs, by seed."""
+    """Runs or resumes a study on two devices; returns the results by seed."""
     study = read_study(path, Path(place), RunRequest(device="cpu"))
     study.claim()
-    ends, told = {}, how.pop("on_end", lambda ends: None)
+    ends, on_end = {}, how.pop("on_end", lambda ends: None)
 
     def end(entry, result):
         ends[entry.plan.seed] = result
-        told(ends)
+        on_end(ends)
 
     run_study(study, on=find_executor(devices=find_devices("cpu,cpu")), on_end=end, **how)
     return ends
@@ -156,7 +156,7 @@ def run_on_two(path, place="out", **how):
 
 class TestSharing:
     @pytest.mark.slow
-    def test_whoever_is_free_takes_the_next_and_all_is_as_on_one_device(self, gate):
+    def test_free_device_takes_next_run_with_equal_results(self, gate):
         """One run is held until all others have ended: its process makes one, the other all the rest."""
         events = {}
         hold(1)
@@ -194,19 +194,19 @@ class TestSharing:
         assert "5 of 5 runs to execute" in result.err
         assert results("out") == results("undisturbed")
 
-    def test_one_run_alone_is_made_here(self, tmp_path, monkeypatch):
+    def test_single_run_stays_in_this_process(self, tmp_path, monkeypatch):
         monkeypatch.setattr(local, "WorkerLane", None)
         (record,) = run_all([Run(toy_plan(), tmp_path / "run")], devices=[CPU, CPU])
         assert record.matrix.complete
 
-    def test_a_plan_made_by_hand_is_run_here(self, tmp_path):
+    def test_handmade_plan_stays_in_this_process(self, tmp_path):
         runs = [Run(replace(toy_plan(seed=seed), request=None), tmp_path / str(seed)) for seed in (1, 2)]
-        told = set()
+        reported = set()
         records = run_all(
-            runs, devices=[CPU, CPU], at_once=1, on_event=lambda run, event: told.add(threading.get_ident())
+            runs, devices=[CPU, CPU], at_once=1, on_event=lambda run, event: reported.add(threading.get_ident())
         )
         assert all(record.matrix.complete for record in records)
-        assert told == {threading.get_ident()}
+        assert reported == {threading.get_ident()}
 
     def test_places(self, tmp_path, monkeypatch):
         """No more lanes than runs, as many on each device; those on the processor share its cores."""
@@ -214,8 +214,8 @@ class TestSharing:
         runs = [Run(toy_plan(seed=seed), tmp_path / str(seed), wait=True) for seed in range(30)]
 
         def lanes(count, *devices, at_once=None):
-            made = local._device_lanes(runs[:count], [torch.device(name) for name in devices], at_once)
-            processes = [lane.worker for lane in made]
+            results = local._device_lanes(runs[:count], [torch.device(name) for name in devices], at_once)
+            processes = [lane.worker for lane in results]
             return [list(map(id, processes)).count(id(p)) for p in {id(p): p for p in processes}.values()]
 
         assert lanes(30, "cuda:0", "cuda:1") == [8, 8]
@@ -232,14 +232,14 @@ class TestSharing:
 class TestTrouble:
     @pytest.mark.slow
     @pytest.mark.faults(1, "of several runs, those whose process is killed go on in another and end with the same bits")
-    def test_a_process_that_is_killed(self, gate):
+    def test_killed_process_is_replaced(self, gate):
         """Its two runs go on in another, and all end as if nothing had been."""
         hold(*SEEDS)
 
         def kill():
-            made = wait_for(4)
-            killed.update(seed for seed, pid in made.items() if pid == made[1])
-            os.kill(made[1], signal.SIGKILL)
+            pids = wait_for(4)
+            killed.update(seed for seed, pid in pids.items() if pid == pids[1])
+            os.kill(pids[1], signal.SIGKILL)
             let_go()
 
         killed = set()
@@ -254,13 +254,13 @@ class TestTrouble:
         assert {seed for seed in SEEDS if resumed(ends[seed].path)} == killed
 
     @pytest.mark.slow
-    def test_a_process_that_loses_its_device(self, gate):
-        """The run that met it says why, the next is made by a new process. So are the others."""
+    def test_process_that_loses_its_device(self, gate):
+        """The affected run reports why; a new process runs the next one and the others."""
         Path("gate.py").write_text(LOST)
         study = read_study(gate, Path("out"), RunRequest(device="cpu"))
         study.claim()
         mine = study.entries[4].folder
-        put(mine, {"thesis.txt": b"mine"})
+        write_files(mine, {"thesis.txt": b"mine"})
         hold(2)
         with pytest.warns(RetryWarning, match=r"exit code 1") as notes:
             ends = run_on_two(gate, at_once=1, on_end=lambda ends: let_go() if len(ends) == 4 else None)
@@ -270,7 +270,7 @@ class TestTrouble:
         assert [seed for seed in SEEDS if isinstance(ends[seed], RunRecord)] == [2, 3, 4]
         assert files_of(mine) == {"thesis.txt": b"mine"}
 
-    def test_a_device_whose_processes_die_leaves_the_rest_to_the_others(self, tmp_path, monkeypatch):
+    def test_failing_device_leaves_runs_to_others(self, tmp_path, monkeypatch):
         broken = [torch.device("cuda", 1)]
 
         class Doomed:
@@ -291,19 +291,19 @@ class TestTrouble:
         monkeypatch.setattr(local, "Worker", Doomed)
         runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(6)]
         with pytest.warns(RetryWarning) as notes:
-            made = run_all(runs, devices=[CPU, *broken], at_once=1)
-        assert all(isinstance(result, RunRecord) for result in made)
+            results = run_all(runs, devices=[CPU, *broken], at_once=1)
+        assert all(isinstance(result, RunRecord) for result in results)
         assert len(notes) == local.MOST_DEATHS
         broken.append(CPU)
         ended = []
         with pytest.warns(RetryWarning) as notes:
-            made = run_all(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
+            results = run_all(runs, devices=[CPU, CPU], at_once=1, on_end=lambda run, result: ended.append(result))
         assert len(notes) == 2 * local.MOST_DEATHS
-        assert all("no process is left to execute" in str(result) for result in made)
-        assert len([result for result in made if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
+        assert all("no process is left to execute" in str(result) for result in results)
+        assert len([result for result in results if "ended unexpectedly (signal 9)" in str(result)]) == len(notes)
         assert len(ended) == 6
 
-    def test_a_run_of_a_device_that_fails_last_goes_on_where_another_one_works(self, tmp_path, monkeypatch):
+    def test_run_moves_to_a_working_device(self, tmp_path, monkeypatch):
         """The other has found nothing more to do by then."""
         others = threading.Event()
 
@@ -327,10 +327,10 @@ class TestTrouble:
         monkeypatch.setattr(local, "Worker", Doomed)
         runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(3)]
         with pytest.warns(RetryWarning):
-            made = run_all(runs, devices=[CPU, torch.device("cuda", 1)], at_once=1)
-        assert all(isinstance(result, RunRecord) for result in made)
+            results = run_all(runs, devices=[CPU, torch.device("cuda", 1)], at_once=1)
+        assert all(isinstance(result, RunRecord) for result in results)
 
-    def test_a_run_that_ends_every_process_is_given_up_and_the_others_are_made(self, tmp_path, monkeypatch):
+    def test_run_that_kills_every_process_is_given_up(self, tmp_path, monkeypatch):
         """Every finished stage allows it as many deaths again."""
 
         class Doomed:
@@ -363,7 +363,7 @@ class TestTrouble:
 
 
 def start(*words):
-    """Starts the program in a process of its own, which computes as these tests do."""
+    """Starts the program in a separate process, which computes as these tests do."""
     return subprocess.Popen(
         [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu,cpu", "--jobs", "2"],
         stderr=subprocess.PIPE,
@@ -374,7 +374,7 @@ def start(*words):
 
 @pytest.mark.slow
 class TestInterruption:
-    def test_all_stop_at_a_step_and_go_on(self, gate):
+    def test_all_runs_stop_at_a_step_and_resume(self, gate):
         hold(*SEEDS)
         process = start(gate, "--out", "out")
         try:
@@ -382,12 +382,12 @@ class TestInterruption:
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
             let_go()
-            _, said = process.communicate(timeout=60)
+            _, output = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert process.returncode == 130, said
-        assert said.endswith("\nInterrupted. The same command continues from there.\n")
-        assert "Traceback" not in said
+        assert process.returncode == 130, output
+        assert output.endswith("\nInterrupted. The same command continues from there.\n")
+        assert "Traceback" not in output
         assert not alive(workers)
         assert not list(Path("out").glob("*/weights.safetensors"))
         assert not Path("out/failures").exists()
@@ -397,7 +397,7 @@ class TestInterruption:
         returns = [len(resumed(file.parent)) for file in Path("out").glob("*/journal.jsonl")]
         assert sorted(returns) == [0, 1, 1, 1, 1]
 
-    def test_nobody_goes_on_when_the_program_is_killed(self, gate):
+    def test_workers_exit_when_the_program_is_killed(self, gate):
         hold(*SEEDS)
         process = start(gate, "--out", "out")
         try:
@@ -424,7 +424,7 @@ def _three_gpus(monkeypatch):
 @pytest.mark.usefixtures("_three_gpus")
 class TestDevices:
     @pytest.mark.parametrize("names", ["cpu", "cuda:1", "abacus", ""])
-    def test_one_is_left_to_its_plan(self, names):
+    def test_single_device_is_left_to_the_plan(self, names):
         assert find_devices(names) == ()
 
     def test_a_list(self):
@@ -443,7 +443,7 @@ class TestDevices:
             assert find_devices(names) == ()
 
     @pytest.mark.parametrize(
-        ("names", "told"),
+        ("names", "expected"),
         [
             ("cuda:0,cuda:7", ["device 'cuda:7' is not available: 3 CUDA device(s) found. Use cpu or auto."]),
             ("cpu,", ["the devices 'cpu,' have an empty place among them: name every one, e.g. cuda:0,cuda:1."]),
@@ -453,17 +453,17 @@ class TestDevices:
             ("cuda:0,cuda:1", ["cuda:0 in tf32 and cuda:1 in fp32: choose some of a kind, or --precision fp32."]),
         ],
     )
-    def test_wrong_ones(self, names, told):
+    def test_invalid_devices(self, names, expected):
         with pytest.raises(ConfigError) as caught:
             find_devices(names)
-        assert len(caught.value.problems) == len(told)
-        for problem, part in zip(caught.value.problems, told, strict=True):
+        assert len(caught.value.problems) == len(expected)
+        for problem, part in zip(caught.value.problems, expected, strict=True):
             assert part in problem
 
     @pytest.mark.parametrize(
         ("shown", "names"), [(None, "0 2"), ("4,5,7", "4 7"), ("GPU-a, GPU-b, GPU-c", "GPU-a GPU-c")]
     )
-    def test_a_process_sees_its_gpu_alone(self, shown, names, monkeypatch):
+    def test_process_sees_only_its_gpu(self, shown, names, monkeypatch):
         if shown:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         else:
@@ -474,7 +474,7 @@ class TestDevices:
 class TestMistakes:
     @pytest.mark.parametrize("words", [["run", "--seed", "1", "--seed", "2"], ["demo"], ["study", "run", "tiny.toml"]])
     @pytest.mark.parametrize("names", ["cpu,,cpu", "cpu,abacus", "cpu,cuda:99"])
-    def test_are_told_before_anything_starts(self, words, names, gate):
+    def test_mistakes_are_reported_before_start(self, words, names, gate):
         before = traces(Path())
         result = ratp(*words, "--device", names)
         assert (result.code, result.out) == (2, "")
@@ -488,8 +488,8 @@ class TestMistakes:
         assert "error: on a cluster Ray chooses the devices" in result.err
 
 
-def test_steps_are_told_of_now_and_then(monkeypatch):
-    """And none is lost: those that were not told of are counted in the next."""
+def test_steps_are_reported_periodically(monkeypatch):
+    """No step is lost: unreported ones are counted in the next report."""
     now = iter([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     monkeypatch.setattr(worker.time, "monotonic", lambda: next(now))
     pace = worker._Pace()
@@ -540,7 +540,7 @@ class TestOnGPU:
 
     @pytest.mark.filterwarnings("ignore:the process of")
     def test_a_gpu_that_fails(self, gate):
-        """All runs of its process do, too, and one says why; the others are made."""
+        """All runs of its process fail too, and one says why; the others finish."""
         Path("gate.py").write_text(BREAKS)
         result = ratp("study", "run", gate, "--out", "out", "--device", "cuda:0,cuda:0", "--jobs", "1")
         assert result.code == 2

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: as here, whatever happens to its workers."""
+"""Runs on a Ray cluster equal local runs, whatever happens to its workers."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def here(_own_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, here):
-    """A study of four runs, as it is made here."""
+    """A study of four runs, run locally."""
     return here(study_file(tmp_path_factory.mktemp("four"), GRID, name="four.toml"))
 
 
 @pytest.fixture
-def frail(tmp_path):
+def frail_method(tmp_path):
     """The file of a method that kills its process on a domain for every mark there is; and where to put marks."""
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -124,7 +124,7 @@ def frail(tmp_path):
     return path, marks
 
 
-def claimed(path, folder):
+def claim(path, folder):
     study = read_study(path, folder, BASE)
     study.claim()
     return study
@@ -159,9 +159,9 @@ def all_idle():
 
 @pytest.mark.slow
 class TestResults:
-    def test_are_those_of_this_machine(self, four, cluster, on_workers, tmp_path):
+    def test_results_equal_local_ones(self, four, cluster, on_workers, tmp_path):
         events, ends = {}, []
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         on_workers(
             study,
             on_event=lambda run, event: events.setdefault(run.folder.name, []).append(event),
@@ -177,7 +177,7 @@ class TestResults:
             assert files_of(entry.folder).keys() == files_of(four.folder / entry.name).keys()
         wait_until(lambda: not list(cluster.glob(f"{WORKPLACE}*")))  # workers tidy up after their last word
 
-    def test_as_the_command_line_tells(self, four, cluster, tmp_path):
+    def test_command_line_reports_progress(self, four, cluster, tmp_path):
         options = ("--out", tmp_path / "runs", "--device", "cpu", "--weights", "none", "--on", "ray", "--jobs", 1)
         done = ratp("study", "run", four.path, *options)
         assert (done.code, done.out.count("finished")) == (0, 1)
@@ -188,15 +188,15 @@ class TestResults:
 
     def test_one_at_a_time(self, four, on_workers, tmp_path):
         seen = []
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[2:])
         on_workers(study, at_once=1, on_event=lambda run, event: seen.append(run.folder.name))
         assert [name for k, name in enumerate(seen) if seen[:k][-1:] != [name]] == [e.name for e in study.entries]
 
-    def test_a_cluster_without_what_it_takes(self, four, on_workers, monkeypatch, tmp_path):
+    def test_cluster_without_required_resources(self, four, on_workers, monkeypatch, tmp_path):
         """One run is sent nevertheless: it may come."""
         monkeypatch.setattr(on_ray, "_needs", lambda run: {"CPU": 1.0, "TPU": 1.0})
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[2:3])
         with pytest.warns(RoomWarning, match="has no TPU"):
             on_workers(study)
@@ -205,10 +205,10 @@ class TestResults:
 
 @pytest.mark.slow
 class TestDeaths:
-    def test_a_run_goes_on_after_its_last_stage(self, frail, here, on_workers, monkeypatch, tmp_path):
+    def test_run_resumes_after_its_last_stage(self, frail_method, here, on_workers, monkeypatch, tmp_path):
         """One death is one too many at first; then one is allowed, and every finished stage allows another."""
-        path, marks = frail
-        study = claimed(path, tmp_path / "runs")
+        path, marks = frail_method
+        study = claim(path, tmp_path / "runs")
         (entry,) = study.entries
         monkeypatch.setattr(on_ray, "MOST_RETRIES", 0)
         (marks / f"{entry.plan.order[1]}-1").touch()
@@ -227,11 +227,11 @@ class TestDeaths:
         assert_same_results(study, here(path))
         assert [e["finished_stages"] for e in journal_of(entry.folder, "run_resumed")] == [1, 2, 3]
 
-    def test_the_head_is_lost(self, four, on_workers, monkeypatch, tmp_path):
+    def test_lost_head_node(self, four, on_workers, monkeypatch, tmp_path):
         monkeypatch.setattr(on_ray, "_answers", lambda place: False)
         monkeypatch.setattr(on_ray, "LOOK_EVERY", 0.0)
         monkeypatch.setattr(on_ray, "MOST_AWAY", 0.0)
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         with pytest.raises(RatpError, match=r"no longer answers\. Finished stages are kept"):
             on_workers(study)
         assert "running" not in study.states().values()
@@ -249,7 +249,7 @@ class TestInterruption:
 
         for folder in cluster.glob(f"{WORKPLACE}*"):
             shutil.rmtree(folder, ignore_errors=True)  # the worker may be at it, too
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         with pytest.raises(KeyboardInterrupt):
             on_workers(study, on_event=interrupt)
         states = [*study.states().values()]
@@ -263,7 +263,7 @@ class TestInterruption:
         assert any(journal_of(entry.folder, "run_resumed") for entry in interrupted)
 
     def test_sigterm(self, cluster, tmp_path):
-        """Ray has a handler of its own, with words of its own."""
+        """Ray has its own handler with its own message."""
         endless = '[[grid.variant]]\nname = "endless"\nmethod = "ratp"\nset = { epochs = 100000 }\n'
         path = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1]") + endless)
         place = ray.get_runtime_context().gcs_address
@@ -279,17 +279,17 @@ class TestInterruption:
             wait_until(lambda: [*study.states().values()] == ["finished", "running"], seconds=120)
             wait_until((study.entries[1].folder / "config.json").exists, seconds=120)
             process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=60)[1]
+            output = process.communicate(timeout=60)[1]
         finally:
             process.kill()
             process.communicate()
-        assert process.returncode == 128 + signal.SIGTERM, said
-        assert said.endswith("Interrupted. The same command continues from there.\n") and "SIGTERM" not in said
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert output.endswith("Interrupted. The same command continues from there.\n") and "SIGTERM" not in output
         assert [*study.states().values()] == ["finished", "interrupted"]
         wait_until(all_idle)
 
-    def test_a_checkpoint_made_here_is_used_there(self, four, on_workers, tmp_path):
-        study = claimed(four.path, tmp_path / "runs")
+    def test_local_checkpoint_is_used_remotely(self, four, on_workers, tmp_path):
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[:1])
         (entry,) = study.entries
         events = Run(entry.plan, entry.folder).events()
@@ -306,12 +306,12 @@ class TestInterruption:
 
 @pytest.mark.slow
 class TestFailures:
-    def test_one_is_noted_and_the_others_finish(self, four, on_workers, tmp_path):
+    def test_failed_run_is_noted_and_others_finish(self, four, on_workers, tmp_path):
         (tmp_path / "wrong.py").write_text(WRONG)
         lost = f'{{ name = "lost", method = "{tmp_path / "wrong.py"}" }}'
         wild = '{ name = "wild", method = "source-only", set = { lr = 1e30 } }'
         path = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1]", f"variant = [{lost}, {wild}]"))
-        study = claimed(path, tmp_path / "runs")
+        study = claim(path, tmp_path / "runs")
         results = {}
         on_workers(study, on_end=lambda entry, result: results.setdefault(entry.rows[0].label, []).append(result))
         assert [*study.states().values()] == ["finished", "failed", "failed"]
@@ -323,7 +323,7 @@ class TestFailures:
         assert f"are kept in {wild.folder}" in study.reason(wild, "failed")
         assert len(journal_of(wild.folder, "run_started")) == 1
 
-    def test_folders_that_are_not_the_runs(self, four, cluster, tmp_path):
+    def test_foreign_folders(self, four, cluster, tmp_path):
         plans = [entry.plan for entry in four.entries]
         folders = [tmp_path / name for name in ("thesis", "taken", "another", "hand")]
         for folder in folders[:3]:
@@ -331,8 +331,8 @@ class TestFailures:
         (folders[0] / "thesis.txt").write_text("mine")
         runs = [Run(plan, folder, wait=True) for plan, folder in zip(plans, folders, strict=True)]
         runs[3].plan = replace(runs[3].plan, request=None)
-        made = list(make_run(work_of(four.entries[3].plan, folders[2]), {}))
-        for answer in made[:2]:
+        results = list(make_run(work_of(four.entries[3].plan, folders[2]), {}))
+        for answer in results[:2]:
             keep(folders[2], answer["files"])
         with exclusive(folders[1]):
             thesis, taken, another, hand = run_all_on_ray(runs)
@@ -364,7 +364,7 @@ class TestFailures:
             write_bytes(path, data)
 
         monkeypatch.setattr(ray_worker, "write_bytes", write)
-        study = claimed(four.path, tmp_path / "runs")
+        study = claim(four.path, tmp_path / "runs")
         study = replace(study, entries=study.entries[1:3])
         on_workers(study)
         assert [*study.states().values()] == ["failed", "finished"]
@@ -384,7 +384,7 @@ def keep(folder, files):
 
 
 @pytest.mark.slow
-def test_a_folder_can_be_continued_wherever_writing_stopped(four, tmp_path):
+def test_folder_resumes_wherever_writing_stopped(four, tmp_path):
     """Every file of the answers is written by itself, and then somebody goes on there."""
     entry = four.entries[2]
     answers = list(make_run(work_of(entry.plan, "elsewhere"), {}))
@@ -400,7 +400,7 @@ def test_a_folder_can_be_continued_wherever_writing_stopped(four, tmp_path):
     assert {name for _, name in steps} == {BEFORE, *files_of(four.folder / entry.name)}
 
 
-def test_a_folder_that_cannot_be_used_is_its_runs_trouble(tmp_path):
+def test_unusable_folder_only_fails_its_run(tmp_path):
     """Any other error would stop all runs."""
     (tmp_path / LATEST).mkdir()
     with pytest.raises(RunDirectoryError, match=f"cannot write {tmp_path / LATEST}: Is a directory"):
@@ -411,7 +411,7 @@ def test_a_folder_that_cannot_be_used_is_its_runs_trouble(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_are_sent_too(four, tmp_path):
-    """And whoever goes on begins with the latest."""
+    """Resuming starts from the latest."""
     entry, sent = four.entries[0], []
     for answer in make_run(work_of(entry.plan, "elsewhere", save_every=0.0), {}):
         keep(tmp_path / "run", answer["files"])
@@ -442,7 +442,7 @@ def test_folders_of_dead_workers_are_removed(four, monkeypatch, tmp_path):
 class TestChecks:
     """Before anything is written."""
 
-    def refused(self, tmp_path, *options):
+    def assert_error(self, tmp_path, *options):
         path = study_file(tmp_path, GRID)
         done = ratp("study", "run", path, "--out", tmp_path / "runs", *options)
         assert (done.code, done.out) == (2, "")
@@ -453,28 +453,28 @@ class TestChecks:
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(ConfigError, match=r"pip install ratp\[ray\]"):
             find_executor("ray")
-        assert "pip install ratp[ray]" in self.refused(tmp_path, "--on", "ray")
+        assert "pip install ratp[ray]" in self.assert_error(tmp_path, "--on", "ray")
         assert find_executor() is run_all
 
     def test_a_typing_mistake(self, tmp_path):
-        told = self.refused(tmp_path, "--on", "rai", "--jobs", "many")
-        assert "unknown place to run on 'rai'. Did you mean 'ray'?" in told
-        assert "--jobs takes auto" in told
+        message = self.assert_error(tmp_path, "--on", "rai", "--jobs", "many")
+        assert "unknown place to run on 'rai'. Did you mean 'ray'?" in message
+        assert "--jobs takes auto" in message
 
     def test_addresses(self, monkeypatch, tmp_path):
-        assert "needs --on ray" in self.refused(tmp_path, "--ray-address", "auto")
-        assert "HOST:PORT" in self.refused(tmp_path, "--on", "ray", "--ray-address", "nonsense")
+        assert "needs --on ray" in self.assert_error(tmp_path, "--ray-address", "auto")
+        assert "HOST:PORT" in self.assert_error(tmp_path, "--on", "ray", "--ray-address", "nonsense")
         monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:1")
-        assert "for Ray clients" in self.refused(tmp_path, "--on", "ray")
+        assert "for Ray clients" in self.assert_error(tmp_path, "--on", "ray")
 
-    def test_nobody_answers(self, monkeypatch, tmp_path):
+    def test_no_answer_from_cluster(self, monkeypatch, tmp_path):
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         run = Run(tiny_plan(), tmp_path / "run", wait=True)
         with pytest.raises(RatpError, match="no Ray cluster answers at localhost:1"):
             run_all_on_ray([run], address="localhost:1")
         assert not run.folder.exists()
 
-    def test_a_cluster_that_died_is_not_waited_for(self, monkeypatch, tmp_path):
+    def test_dead_cluster_is_not_waited_for(self, monkeypatch, tmp_path):
         """It leaves a file behind that says where it was, and Ray would knock there without end."""
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
@@ -485,7 +485,7 @@ class TestChecks:
         (tmp_path / "ray" / "ray_current_cluster").unlink()
         assert on_ray._found("") == "local"
 
-    def test_no_cluster_where_one_was_asked_for(self, monkeypatch):
+    def test_missing_cluster(self, monkeypatch):
         """Ray looks among all processes of the machine, where other tests may have one."""
         found = Mock(return_value="127.0.0.1:1")
         monkeypatch.setattr(sys.modules["ray._private.services"], "canonicalize_bootstrap_address", found)
@@ -495,7 +495,7 @@ class TestChecks:
         with pytest.raises(RatpError, match=r"no Ray cluster runs here\. Start one"):
             on_ray._found("auto")
 
-    def test_how_many_and_where(self, tmp_path):
+    def test_job_count_and_placement(self, tmp_path):
         run = Run(tiny_plan(), tmp_path / "run", wait=True)
         with pytest.raises(ConfigError, match="number of runs at a time"):
             run_all_on_ray([run], at_once=0)
@@ -503,7 +503,7 @@ class TestChecks:
         with pytest.raises(ConfigError, match="Ray chooses the GPU"):
             run_all_on_ray([run])
 
-    def test_what_a_run_takes(self, tmp_path):
+    def test_resources_per_run(self, tmp_path):
         plan = tiny_plan()
         run = Run(plan, tmp_path, wait=True)
         assert on_ray._needs(run) == {"CPU": 1.0}

@@ -38,7 +38,7 @@ def hanging(monkeypatch):
         process.wait()
 
 
-def test_who_does_not_answer_is_told_as_such_and_ended(hanging, tmp_path):
+def test_unresponsive_process_is_reported_and_killed(hanging, tmp_path):
     lane = Worker(torch.device("cpu"))
     with pytest.raises(ProcessGoneError, match="no longer answers"):
         list(lane.events(Run(tiny_plan("source-only"), tmp_path / "run")))
@@ -48,7 +48,7 @@ def test_who_does_not_answer_is_told_as_such_and_ended(hanging, tmp_path):
     lane.__exit__()  # nothing is left to do
 
 
-def test_the_next_run_has_another_process(hanging, tmp_path):
+def test_next_run_gets_a_new_process(hanging, tmp_path):
     lane = Worker(torch.device("cpu"))
     for name in ("first", "second"):
         with pytest.raises(ProcessGoneError):

@@ -20,7 +20,7 @@ import torch
 import ratp.executors.lanes as lanes
 import ratp.executors.local as side_by_side
 from helpers import TINY, accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domains, toy_plan
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.executors.local import default_at_once, run_all
 from ratp.executors.pool import RetryWarning
@@ -42,7 +42,7 @@ def pictures(tmp_path_factory):
     """A small stream of files, which another process can load."""
     folder = tmp_path_factory.mktemp("pictures")
     for seed, name in enumerate(("ink", "mud", "fog")):
-        put(folder / name, images(count=6, seed=seed))
+        write_files(folder / name, image_files(count=6, seed=seed))
     return folder
 
 
@@ -99,7 +99,7 @@ class TestProcesses:
     """On a processor."""
 
     @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-    def test_each_gives_what_it_gives_alone(self, count, plan_of, tmp_path):
+    def test_parallel_results_equal_single_runs(self, count, plan_of, tmp_path):
         choices = [("ratp", 1), ("source-only", 1), ("ratp", 2), ("ratp", 3)][:count]
         runs = [Run(plan_of(*choice), tmp_path / "at-once" / str(k)) for k, choice in enumerate(choices)]
         records = run_all(runs, at_once=count)
@@ -112,11 +112,11 @@ class TestProcesses:
             assert runs[k].matrix.complete
 
     @pytest.mark.slow
-    def test_what_happens_is_told_as_it_is_told_here(self, plan_of, tmp_path):
-        told, threads = {}, set()
+    def test_events_equal_local_events(self, plan_of, tmp_path):
+        events, threads = {}, set()
 
         def listen(run, event):
-            told.setdefault(run.folder.name, []).append(event)
+            events.setdefault(run.folder.name, []).append(event)
             threads.add(threading.get_ident())
 
         runs = [Run(plan_of(seed=seed), tmp_path / str(seed), probe=True) for seed in (1, 2)]
@@ -127,11 +127,11 @@ class TestProcesses:
                 (event, dict(event.tick.means) if isinstance(event, Trained) else None)
                 for event in Run(plan_of(seed=seed), tmp_path / f"alone-{seed}", probe=True).events()
             ]
-            untrained = [kind for kind in kinds(told[str(seed)]) if kind != "Trained"]
+            untrained = [kind for kind in kinds(events[str(seed)]) if kind != "Trained"]
             assert untrained == [kind for kind in kinds(event for event, _ in alone) if kind != "Trained"]
-            made = [event.tick.made for event in told[str(seed)] if isinstance(event, Trained)]
-            assert sum(made) == sum(event.tick.made for event, _ in alone if isinstance(event, Trained))
-            for there, here, means in paired(told[str(seed)], alone):
+            steps = [event.tick.made for event in events[str(seed)] if isinstance(event, Trained)]
+            assert sum(steps) == sum(event.tick.made for event, _ in alone if isinstance(event, Trained))
+            for there, here, means in paired(events[str(seed)], alone):
                 if isinstance(here, StageStarted | Probed):
                     assert there == here
                 elif isinstance(here, StageFinished):
@@ -145,7 +145,7 @@ class TestProcesses:
                         assert getattr(there.tick.phase, name) == getattr(here.tick.phase, name)
 
     @pytest.mark.slow
-    def test_a_run_that_fails_does_not_hurt_the_others(self, plan_of, tmp_path):
+    def test_failed_run_does_not_affect_others(self, plan_of, tmp_path):
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "thesis.txt").write_text("mine")
         wild = plan_of(seed=3, lr=1e30)
@@ -162,7 +162,7 @@ class TestProcesses:
         assert files_of(tmp_path / "1") == {"thesis.txt": b"mine"}
 
     @pytest.mark.slow
-    def test_a_mistake_in_a_method_is_told_with_its_place(self, plan_of, tmp_path):
+    def test_method_error_is_reported_with_its_location(self, plan_of, tmp_path):
         file = tmp_path / "broken.py"
         file.write_text(
             "from ratp.methods.source_only import SourceOnly\n"
@@ -180,7 +180,7 @@ class TestProcesses:
             assert "IndexError" in str(broken)
 
     @pytest.mark.slow
-    def test_a_process_that_dies(self, plan_of, tmp_path):
+    def test_dead_process_is_reported(self, plan_of, tmp_path):
         """Both do; new ones go on with their runs, and make the one that is left."""
         killed = []
 
@@ -196,25 +196,25 @@ class TestProcesses:
         runs = [Run(plan_of(seed=seed, steps=150), tmp_path / str(seed)) for seed in (1, 2)]
         runs.append(Run(plan_of("source-only"), tmp_path / "3"))
         with pytest.warns(RetryWarning, match=r"\(signal 9\): another continues from what was saved") as notes:
-            made = run_all(runs, at_once=2, on_event=kill)
+            results = run_all(runs, at_once=2, on_event=kill)
         assert len(killed) == len(notes) == 2
-        assert all(isinstance(result, RunRecord) for result in made)
+        assert all(isinstance(result, RunRecord) for result in results)
 
-    @pytest.mark.parametrize("said", [b"", b'{"request": {"str', b"{}]\n"])
-    def test_who_asks_and_dies_is_not_waited_for(self, said):
+    @pytest.mark.parametrize("sent", [b"", b'{"request": {"str', b"{}]\n"])
+    def test_dead_client_is_not_waited_for(self, sent):
         """A request may be cut short."""
         ours, theirs = socket.socketpair()
         server = threading.Thread(target=answer, args=(theirs, None), daemon=True)
         server.start()
         with ours:
-            ours.sendall(said)
+            ours.sendall(sent)
         server.join(10)
         assert not server.is_alive()
 
     @pytest.mark.slow
-    def test_a_plan_made_by_hand_is_run_here(self, plan_of, tmp_path):
+    def test_handmade_plan_stays_in_this_process(self, plan_of, tmp_path):
         """Its request says something else, and its images are nowhere but in this process; or they have changed."""
-        told = []
+        reported = []
         runs = [
             Run(toy_plan(), tmp_path / "toy"),
             Run(plan_of(), tmp_path / "files"),
@@ -224,10 +224,10 @@ class TestProcesses:
         runs.append(Run(plan_of(seed=5), tmp_path / "changed"))
         runs[3].config = {**runs[3].config, "data": {}}
         runs[3].config["fingerprint"] = fingerprint_of(runs[3].config)
-        records = run_all(runs, at_once=2, on_event=lambda run, event: told.append((run, threading.get_ident())))
+        records = run_all(runs, at_once=2, on_event=lambda run, event: reported.append((run, threading.get_ident())))
         assert [record.config["stream"] for record in records[:3]] == ["toy", runs[1].plan.spec.name, "toy"]
         assert records[3].config["data"] == {}
-        assert {run for run, thread in told if thread == threading.get_ident()} == {runs[0], runs[2], runs[3]}
+        assert {run for run, thread in reported if thread == threading.get_ident()} == {runs[0], runs[2], runs[3]}
         Run(toy_plan(), tmp_path / "alone").execute()
         assert_same_result(tmp_path / "toy", tmp_path / "alone")
 
@@ -275,7 +275,7 @@ def children(parent=None):
 
 @pytest.mark.slow
 class TestControlC:
-    def test_all_stop_at_a_step_and_go_on(self, plan_of, tmp_path):
+    def test_all_runs_stop_at_a_step_and_resume(self, plan_of, tmp_path):
         """Sent to this thread, as a terminal does, once a run has made a step of its second stage."""
         sent = []
 
@@ -297,8 +297,8 @@ class TestControlC:
             Run(plan_of(seed=seed, steps=35), tmp_path / f"alone-{seed}").execute()
             assert_same_result(tmp_path / str(seed), tmp_path / f"alone-{seed}")
 
-    def test_nobody_goes_on_when_the_program_is_killed(self, plan_of, pictures, tmp_path):
-        """The processes notice that nobody listens, and end by themselves."""
+    def test_workers_exit_when_the_program_is_killed(self, plan_of, pictures, tmp_path):
+        """The processes notice that the listener is gone and exit."""
         command = [sys.executable, "-m", "ratp", "run", pictures, "--order", "ink>mud>fog", "--device", "cpu", "-q"]
         command += ["--seed", "1", "--seed", "2", "--jobs", "2", "--out", tmp_path / "out", "--set", "size=32"]
         command += ["--set", "network.backbone=dtn", "--set", "epochs=100000", "--set", "network.width=0.05"]
@@ -318,7 +318,7 @@ class TestControlC:
 
 
 class TestInTurn:
-    def test_one_at_a_time_is_as_ever(self, tmp_path, monkeypatch):
+    def test_one_at_a_time_is_unchanged(self, tmp_path, monkeypatch):
         """In this thread and process, with all the threads to compute with that there are."""
         monkeypatch.setattr(side_by_side, "WorkerLane", None)
         threads = []
@@ -328,13 +328,13 @@ class TestInTurn:
         for record in records:
             assert record.matrix.complete
 
-    def test_a_run_alone_is_as_ever(self, tmp_path, monkeypatch):
+    def test_single_run_is_unchanged(self, tmp_path, monkeypatch):
         monkeypatch.setattr(side_by_side, "WorkerLane", None)
         (record,) = run_all([Run(toy_plan(), tmp_path / "run")])
         assert record.matrix.complete
 
     @pytest.mark.slow
-    def test_one_of_several_has_a_thread_as_the_others_had(self, tmp_path):
+    def test_sequential_runs_use_a_thread_each(self, tmp_path):
         """Threads to compute with decide the last bits."""
         (record,) = run_all([Run(toy_plan(), tmp_path / "run")], at_once=2)
         assert record.environment["threads"] == 1
@@ -354,12 +354,12 @@ class TestInTurn:
         assert not (tmp_path / "2").exists()
 
     @pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "4"])
-    def test_how_many_must_be_a_number(self, wrong):
+    def test_run_count_must_be_a_number(self, wrong):
         with pytest.raises(ConfigError, match="number of runs at a time"):
             run_all([], at_once=wrong)
 
     @pytest.mark.faults(16, "training that does not fit says so")
-    def test_memory_that_runs_out(self, tmp_path, monkeypatch):
+    def test_out_of_memory_is_reported(self, tmp_path, monkeypatch):
         def full(self):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And a long story.")
             yield
@@ -399,7 +399,7 @@ class TestThreads:
     """What happens on a GPU, but for the GPU."""
 
     @pytest.mark.parametrize("count", [2, 4])
-    def test_each_gives_what_it_gives_alone(self, count, tmp_path):
+    def test_parallel_results_equal_single_runs(self, count, tmp_path):
         """Networks are built at the same time, from torch's one global generator."""
         choices = [("ratp", 1), ("source-only", 1), ("ratp", 2), ("ratp", 3)][:count]
         for repeat in range(3):
@@ -415,7 +415,7 @@ class TestThreads:
         runs = [Run(toy_plan("source-only", seed=seed), tmp_path / str(seed)) for seed in range(5)]
         assert [record.seed for record in run_all(runs, at_once=2)] == [0, 1, 2, 3, 4]
 
-    def test_a_run_that_fails_does_not_hurt_the_others(self, tmp_path):
+    def test_failed_run_does_not_affect_others(self, tmp_path):
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "thesis.txt").write_text("mine")
         results = run_all([Run(toy_plan(seed=seed), tmp_path / str(seed)) for seed in (0, 1, 2)], at_once=3)
@@ -441,7 +441,7 @@ class TestThreads:
         assert not (tmp_path / "1" / "weights.safetensors").exists()
         assert all(isinstance(record, RunRecord) for record in run_all(runs(), at_once=2))
 
-    def test_listeners_are_told_by_one_thread_at_a_time(self, tmp_path):
+    def test_listeners_are_called_by_one_thread_at_a_time(self, tmp_path):
         inside = []
 
         def listen(run, event):
@@ -460,12 +460,12 @@ class TestChoices:
         assert default_at_once([Run(toy_plan(), tmp_path)], torch.device("cpu")) == 3
 
     @pytest.mark.parametrize(("backbones", "count"), [("dtn dtn", 8), ("dtn resnet50", 1), ("resnet50 resnet50", 1)])
-    def test_small_networks_share_a_gpu_and_large_ones_follow_one_another(self, backbones, count):
+    def test_small_networks_share_a_gpu_and_large_ones_queue(self, backbones, count):
         recipes = [replace(toy_plan().recipe, network=NetworkConfig(name)) for name in backbones.split()]
         plans = [SimpleNamespace(recipe=recipe) for recipe in recipes]
         assert default_at_once([SimpleNamespace(plan=plan) for plan in plans], torch.device("cuda")) == count
 
-    def test_devices_and_precisions_follow_one_another(self):
+    def test_devices_and_precisions_run_in_sequence(self):
         def run(device, precision):
             return SimpleNamespace(plan=SimpleNamespace(device=torch.device(device), precision=precision))
 
@@ -483,7 +483,7 @@ class TestChoices:
 
 
 class TestCopies:
-    def test_equal_images_are_one_copy_for_as_long_as_it_is_held(self):
+    def test_equal_images_share_one_copy_while_held(self):
         device, one = torch.device("cpu"), torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
         held = shared_copy(one, device)
         assert shared_copy(one.clone(), device) is held
@@ -518,7 +518,7 @@ class TestOnGPU:
             yield
 
     @pytest.mark.parametrize("count", [2, 4, 8])
-    def test_each_gives_what_it_gives_alone(self, count, tmp_path):
+    def test_parallel_results_equal_single_runs(self, count, tmp_path):
         choices = [("source-only" if k % 4 == 3 else "ratp", k) for k in range(count)]
         runs = [gpu_run(tmp_path / "at-once" / str(seed), method, seed) for method, seed in choices]
         assert all(isinstance(result, RunRecord) for result in run_all(runs, at_once=count))
@@ -529,7 +529,7 @@ class TestOnGPU:
                 if tensor.is_floating_point():
                     torch.testing.assert_close(beside[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
 
-    def test_recordings_do_not_break_one_another(self, tmp_path):
+    def test_concurrent_graph_captures_do_not_conflict(self, tmp_path):
         """Many short stages: somebody records nearly all the time."""
         domains = toy_domains(**{f"d{k}": 24 for k in range(6)})
         for repeat in range(3):
@@ -540,7 +540,7 @@ class TestOnGPU:
             results = run_all(runs, at_once=8)
             assert [result for result in results if not isinstance(result, RunRecord)] == []
 
-    def test_every_run_is_captured_on_streams_of_its_own(self, tmp_path, monkeypatch):
+    def test_each_run_is_captured_on_its_own_streams(self, tmp_path, monkeypatch):
         import ratp.training.cuda_graphs as capture
 
         seen, record = [], capture._CapturedSteps._record
@@ -585,13 +585,13 @@ class TestOnGPU:
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == before
 
-    def test_a_run_that_fails_does_not_hurt_the_others(self, tmp_path):
+    def test_failed_run_does_not_affect_others(self, tmp_path):
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "thesis.txt").write_text("mine")
         results = run_all([gpu_run(tmp_path / str(seed), seed=seed) for seed in range(3)], at_once=3)
         assert [type(result).__name__ for result in results] == ["RunRecord", "RunDirectoryError", "RunRecord"]
 
-    def test_control_c_and_on(self, tmp_path):
+    def test_ctrl_c_and_resume(self, tmp_path):
         sent = []
 
         def listen(run, event):

@@ -1,4 +1,4 @@
-"""Processes to disturb, and what they come to when nobody does."""
+"""Processes to disturb, and their undisturbed results."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import pytest
 from warm import Warm
 
 from helpers import TINY
-from own_images import DTN, images, put
+from own_images import DTN, image_files, write_files
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def pictures(tmp_path_factory):
     """Three domains of small image files."""
     folder = tmp_path_factory.mktemp("pictures")
     for seed, name in enumerate(("day", "rain", "night")):
-        put(folder / name, images(count=8, seed=seed))
+        write_files(folder / name, image_files(count=8, seed=seed))
     return folder
 
 
@@ -39,7 +39,7 @@ def command(pictures):
 
 
 @pytest.fixture(scope="session")
-def untouched(warm, command, tmp_path_factory):
+def undisturbed(warm, command, tmp_path_factory):
     """The directory of an undisturbed run, the number of its points, and the seconds it took."""
     folder = tmp_path_factory.mktemp("untouched")
     warm.run(*command, "--out", folder / "warm-up")

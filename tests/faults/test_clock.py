@@ -13,11 +13,11 @@ CENTURY = 100 * 365.25 * 86_400
 
 
 @pytest.mark.faults(1, "a clock that jumps a century forwards and back makes no difference")
-def test_it_jumps(warm, command, untouched, tmp_path):
+def test_clock_jumps_change_nothing(warm, command, undisturbed, tmp_path):
     folder = tmp_path / "run"
-    killed = warm.run(*command, "--out", folder, clock=CENTURY, within=folder, at=untouched.points // 2)
+    killed = warm.run(*command, "--out", folder, clock=CENTURY, within=folder, at=undisturbed.points // 2)
     assert killed.code == -signal.SIGKILL
     ended = warm.run(*command, "--out", folder, clock=-CENTURY / 3)
     assert ended.code == 0, ended
     assert "Traceback" not in ended.err
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)

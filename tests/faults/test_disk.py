@@ -1,4 +1,4 @@
-"""A disk that is full, too small or gone: one line that says so, nothing lost, and the same command goes on."""
+"""A full, too small or missing disk gives a one-line error, loses nothing, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ def assert_told(ended, folder, words):
 @pytest.mark.faults(3, "a folder that becomes read-only or fails stops the run with its path and the reason")
 @pytest.mark.faults(4, "a full disk stops the run with path and reason; with room again, it goes on to the same bits")
 @pytest.mark.parametrize("kind", WORDS)
-def test_that_fails_at_random_points(warm, command, untouched, kind, tmp_path):
+def test_disk_failing_at_random_points(warm, command, undisturbed, kind, tmp_path):
     chance, folder = random.Random(kind), tmp_path / "run"
     for _ in range(5):
-        at = chance.randint(1, untouched.points // 5)
+        at = chance.randint(1, undisturbed.points // 5)
         ended = warm.run(*command, "--quiet", "--out", folder, within=folder, at=at, then=kind)
         assert_told(ended, folder, WORDS[kind])
     ended = warm.run(*command, "--out", folder)
     assert ended.code == 0, ended
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.mark.faults(4, "a file that may not grow any more, in the middle of it, is told and never taken for whole")
 @pytest.mark.parametrize("largest", [1_500, 6_000, 20_000, 60_000])
-def test_a_limit_on_files(warm, command, untouched, largest, tmp_path):
+def test_file_size_limit(warm, command, undisturbed, largest, tmp_path):
     folder = tmp_path / "run"
     assert_told(warm.run(*command, "--quiet", "--out", folder, largest=largest), folder, "File too large")
     ended = warm.run(*command, "--out", folder)
     assert ended.code == 0, ended
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of its own, with little room."""
+    """A separate small disk."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
     try:
-        made = subprocess.run(mount, capture_output=True, check=False)
+        mounted = subprocess.run(mount, capture_output=True, check=False)
     except OSError:
         pytest.skip("there is no mount")
-    if made.returncode:
+    if mounted.returncode:
         pytest.skip("disks may not be mounted here")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.faults(4, "a real disk that fills up keeps the last good checkpoint")
-def test_a_real_one_fills_up(warm, command, untouched, small_disk):
+def test_real_disk_fills_up(warm, command, undisturbed, small_disk):
     folder, filler = small_disk / "run", small_disk / "filler"
     for room in (2_000, 60_000, 200_000):
         left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
@@ -73,11 +73,11 @@ def test_a_real_one_fills_up(warm, command, untouched, small_disk):
     subprocess.run(["mount", "-o", "remount,size=40m", str(small_disk)], check=True)
     ended = warm.run(*command, "--out", folder)
     assert ended.code == 0, ended
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.mark.faults(4, "a cache that cannot be written is done without, and a line says so")
-def test_of_the_cache(warm, command, untouched, tmp_path):
+def test_full_cache_disk(warm, command, undisturbed, tmp_path):
     words = [word for word in command if word != "--no-reuse-source"]
     cache, folder = tmp_path / "cache", tmp_path / "run"
     env = {"RATP_CACHE": str(cache)}
@@ -85,4 +85,4 @@ def test_of_the_cache(warm, command, untouched, tmp_path):
     assert ended.code == 0, ended
     assert all(line.startswith("note: ") for line in ended.err.splitlines())
     assert "source network" in ended.err and WORDS["ENOSPC"] in ended.err
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)

@@ -20,8 +20,8 @@ def plan():
 
 
 @pytest.fixture
-def begun(tmp_path):
-    """A run that was stopped after its first stage, which it made on a GPU with an older torch, as it says."""
+def stopped_run(tmp_path):
+    """A run stopped after its first stage, which its record says ran on a GPU with an older torch."""
     events = Run(plan(), tmp_path / "run").events()
     next(event for event in events if isinstance(event, StageFinished))
     events.close()
@@ -33,22 +33,22 @@ def begun(tmp_path):
 
 
 @pytest.mark.faults(20, "what differs from the machine a run began on is told, kept in its journal and in every report")
-def test_it_is_told_kept_and_reported(begun, tmp_path):
+def test_changed_environment_is_recorded_and_reported(stopped_run, tmp_path):
     with pytest.warns(EnvironmentWarning, match=r"began in another environment: .*device cuda → cpu.*torch 2\.0 → "):
-        Run(plan(), begun).execute()
-    (event,) = journal_of(begun, "run_resumed")
+        Run(plan(), stopped_run).execute()
+    (event,) = journal_of(stopped_run, "run_resumed")
     assert event["environment"]["device"] == ["cuda", "cpu"]
     assert event["environment"].keys() == {"device", "device_name", "torch"}
-    assert read_json(begun / "environment.json")["device"] == "cuda"  # what it began with
-    read_run(begun).export(tmp_path / "result.json")
-    for path in (begun, tmp_path / "result.json"):
+    assert read_json(stopped_run / "environment.json")["device"] == "cuda"  # the device it started with
+    read_run(stopped_run).export(tmp_path / "result.json")
+    for path in (stopped_run, tmp_path / "result.json"):
         (move,) = read_run(path).moves
         assert "device cuda → cpu" in move
-    told = ratp("report", begun, "--out", tmp_path / "report")
-    assert "seed 2022: continued in another environment: device cuda → cpu" in " ".join(told.out.split())
+    output = ratp("report", stopped_run, "--out", tmp_path / "report")
+    assert "seed 2022: continued in another environment: device cuda → cpu" in " ".join(output.out.split())
 
 
-def test_nothing_is_told_where_nothing_changed(tmp_path):
+def test_unchanged_environment_is_not_reported(tmp_path):
     events = Run(plan(), tmp_path / "run").events()
     next(event for event in events if isinstance(event, StageFinished))
     events.close()

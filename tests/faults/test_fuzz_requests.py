@@ -1,4 +1,4 @@
-"""Whatever is asked for, and whatever lies in a folder: a plan or a stream comes of it, or a sentence."""
+"""Any request and any folder gives a plan or a stream, or a readable error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from warm import attempt
 
 from helpers import CLASSES, TINY, toy_plan
-from own_images import encoded, picture
+from own_images import encode, make_picture
 from ratp.config import as_dict
 from ratp.runs.plan import resolve
 from ratp.runs.request import RunRequest
@@ -39,9 +39,9 @@ text = st.text(max_size=12)
     weights=st.sampled_from(["none", "auto", "nowhere.safetensors", "."]) | text,
 )
 @example("demo", "ratp", "default", "official", "1", {"network.width": "1e9"}, "cpu", "none")
-def test_any_request(stream, method, order, preset, seed, changes, device, weights):
-    asked = {"stream": stream, "method": method, "order": order, "preset": preset, "seed": seed, "device": device}
-    plan, _ = attempt(lambda: resolve(RunRequest(**asked, changes=changes, weights=weights)))
+def test_any_request_gives_plan_or_mistakes(stream, method, order, preset, seed, changes, device, weights):
+    arguments = {"stream": stream, "method": method, "order": order, "preset": preset, "seed": seed, "device": device}
+    plan, _ = attempt(lambda: resolve(RunRequest(**arguments, changes=changes, weights=weights)))
     assert plan is None or len(set(plan.order)) == len(plan.order) > 1
 
 
@@ -52,7 +52,7 @@ def test_any_request(stream, method, order, preset, seed, changes, device, weigh
         st.tuples(st.floats(0, 1), st.integers(0, 30), st.sampled_from(VALUES) | text), min_size=1, max_size=3
     )
 )
-def test_any_study_file(tmp_path, cuts):
+def test_any_study_file_gives_study_or_mistakes(tmp_path, cuts):
     content = 'title = "Tiny"\n' + grid('methods = ["ratp", "shot"]', "seeds = [1, 2]", "sweep = { lr = [0.1, 0.2] }")
     for place, length, new in cuts:
         at = int(place * len(content))
@@ -63,7 +63,7 @@ def test_any_study_file(tmp_path, cuts):
     assert study.entries if study else "study.toml" in error
 
 
-PICTURE = encoded(picture(0, 1, side=8))
+PICTURE = encode(make_picture(0, 1, side=8))
 CONTENTS = {"image": PICTURE, "cut": PICTURE[:40], "empty": b"", "page": b"<html>", "zip": b"PK\x03\x04"}
 parts = st.sampled_from([*CLASSES, ".", "..x", ".hidden", "画像", "naïve ü", "A", "a", "x" * 120, "con", "-rf", "[/b]"])
 names = st.lists(parts, min_size=0, max_size=3)
@@ -87,13 +87,13 @@ def plant(root, tree):
 @pytest.mark.faults(13, "any names of files and folders are read, or named")
 @settings(max_examples=40)
 @given(source=trees, target=trees, on_bad=st.sampled_from(["stop", "skip"]))
-def test_any_folders(tmp_path_factory, source, target, on_bad):
+def test_any_folders_give_stream_or_mistake(tmp_path_factory, source, target, on_bad):
     root = tmp_path_factory.mktemp("trees")
     plant(root / "day", [*source, *(([name], ".png", "image") for name in CLASSES[:2] for _ in range(2))])
     plant(root / "night", target)
     sizes = {**TINY, "network.backbone": "dtn"}
-    asked = {"source": root / "day", "targets": (root / "night",), "data": DataOptions(None, on_bad, "drop")}
-    stream, _ = attempt(lambda: resolve(RunRequest("folders", **asked, changes=sizes, device="cpu")).load_stream())
+    arguments = {"source": root / "day", "targets": (root / "night",), "data": DataOptions(None, on_bad, "drop")}
+    stream, _ = attempt(lambda: resolve(RunRequest("folders", **arguments, changes=sizes, device="cpu")).load_stream())
     usable = sum(kind == "image" and ending.lower() in (".png", ".jpg", ".png.png") for _, ending, kind in target)
     assert stream is None or 0 < len(stream.targets[0]) <= usable
     shutil.rmtree(root)

@@ -85,16 +85,16 @@ def damaged_copy(folder, tmp_path_factory, name, damage):
 @pytest.mark.faults(2, "any damage to any file of a run is noticed by its hash, or makes no difference to the result")
 @pytest.mark.filterwarnings(
     "ignore::ratp.runs.run.EnvironmentWarning"
-)  # the file that tells of it may be the damaged one
+)  # the file that records it may be the damaged one
 @pytest.mark.filterwarnings("ignore::ratp.runs.states.StateWarning")
 @pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(UNDER_WAY), damage=damages())
-def test_going_on(runs, tmp_path_factory, name, damage):
+def test_resuming_a_damaged_run(runs, tmp_path_factory, name, damage):
     copy = damaged_copy(runs / "under-way", tmp_path_factory, name, damage)
     record, error = attempt(Run(plan(), copy).execute)
     if record is None:
-        assert name != "state-before.safetensors"  # nobody needs it
+        assert name != "state-before.safetensors"  # not needed
         assert name in error or "another run" in error or "later" in error, error
     else:
         assert_same(runs / "finished", copy)
@@ -104,7 +104,7 @@ def test_going_on(runs, tmp_path_factory, name, damage):
 @pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(FINISHED), damage=damages())
-def test_reading(runs, tmp_path_factory, name, damage):
+def test_reading_a_damaged_run(runs, tmp_path_factory, name, damage):
     copy = damaged_copy(runs / "finished", tmp_path_factory, name, damage)
     if name.endswith(".safetensors"):
         with suppress(RatpError):

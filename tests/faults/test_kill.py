@@ -1,4 +1,4 @@
-"""Whatever is killed goes on with the same command, and ends with the bits of an undisturbed run."""
+"""A killed process resumes with the same command and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def kill_at_points(start, count, most, seed):
 
 @pytest.mark.faults(1, "killed at twenty random points, most of them within writing, a run ends with the same bits")
 @pytest.mark.faults(2, "half-written files are never taken for whole ones")
-def test_at_twenty_points(warm, command, untouched, tmp_path):
+def test_killed_at_twenty_points(warm, command, undisturbed, tmp_path):
     """At points where files are opened, synced, linked, renamed and removed; at every second one, half is lost."""
     folder = tmp_path / "run"
 
     def start(**how):
         return warm.start(*command, "--out", folder, within=folder, **how)
 
-    kill_at_points(start, 20, untouched.points // 15, seed=1)
+    kill_at_points(start, 20, undisturbed.points // 15, seed=1)
     ended = warm.run(*command, "--out", folder)
     assert ended.code == 0, ended
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
     assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
 
 
 @pytest.mark.faults(2, "killed, and its state damaged, a run says so, goes back a stage and ends with the same bits")
 @pytest.mark.parametrize("kind", ["cut", "gone"])
-def test_and_its_state_damaged(warm, command, untouched, kind, tmp_path):
+def test_killed_and_state_damaged(warm, command, undisturbed, kind, tmp_path):
     folder = tmp_path / "run"
-    killed = warm.run(*command, "--out", folder, within=folder, at=untouched.points * 9 // 10)
+    killed = warm.run(*command, "--out", folder, within=folder, at=undisturbed.points * 9 // 10)
     assert killed.code == KILLED, killed
     state = folder / "state.safetensors"
     os.truncate(state, state.stat().st_size // 2) if kind == "cut" else state.unlink()
@@ -55,31 +55,31 @@ def test_and_its_state_damaged(warm, command, untouched, kind, tmp_path):
     assert ended.code == 0, ended
     (line,) = ended.err.splitlines()
     assert line.startswith(f"note: {state} is ") and "resumes from state-before.safetensors, after 1 of 3" in line
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
     assert len(journal_of(folder, "state_lost")) == 1
 
 
 @pytest.mark.faults(1, "killed at twenty random moments, a run ends with the same bits")
-def test_at_twenty_moments(warm, command, untouched, tmp_path):
+def test_killed_at_twenty_moments(warm, command, undisturbed, tmp_path):
     """A run that comes to its end before it was killed so often, on a faster machine, is followed by another."""
     chance, kills, ends = random.Random(2), 0, 0
     while kills < 20:
         process = warm.start(*command, "--out", tmp_path / str(ends))
-        time.sleep(untouched.seconds * chance.uniform(0.02, 0.4))
+        time.sleep(undisturbed.seconds * chance.uniform(0.02, 0.4))
         process.kill(signal.SIGKILL)
         if process.wait().code == KILLED:
             kills += 1
         else:
-            assert_same(untouched.folder, tmp_path / str(ends))
+            assert_same(undisturbed.folder, tmp_path / str(ends))
             ends += 1
     ended = warm.run(*command, "--out", tmp_path / str(ends))
     assert ended.code == 0, ended
-    assert_same(untouched.folder, tmp_path / str(ends))
+    assert_same(undisturbed.folder, tmp_path / str(ends))
 
 
 @pytest.mark.faults(1, "every method, killed three times, ends with the same bits")
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ratp"])
-def test_every_other_method(warm, method, tmp_path):
+def test_killed_with_every_method(warm, method, tmp_path):
     folder, whole = tmp_path / "run", tmp_path / "whole"
     job = {"method": method, "changes": {**SIZES, **QUICK.get(method, {})}}
     assert warm.run(folder=whole, within=whole, tally=tmp_path / "points", **job).code == 0
@@ -95,7 +95,7 @@ def test_every_other_method(warm, method, tmp_path):
 
 
 @pytest.mark.faults(1, "killed while it keeps a source network for others, a run goes on, and so do the others")
-def test_while_a_source_network_is_kept(warm, command, untouched, tmp_path):
+def test_killed_while_keeping_a_source_network(warm, command, undisturbed, tmp_path):
     words = [word for word in command if word != "--no-reuse-source"]
     for at, then in ((2, "kill"), (3, "tear"), (4, "kill")):
         place = tmp_path / str(at)
@@ -106,11 +106,11 @@ def test_while_a_source_network_is_kept(warm, command, untouched, tmp_path):
         for folder in (place / "run", place / "another"):
             ended = warm.run(*words, "--out", folder, env=env)
             assert ended.code == 0, ended
-            assert accuracy_of(folder) == accuracy_of(untouched.folder)
+            assert accuracy_of(folder) == accuracy_of(undisturbed.folder)
 
 
 @pytest.mark.faults(1, "a study, killed at six random points, ends with the same results")
-def test_a_study(warm, pictures, tmp_path):
+def test_killed_study(warm, pictures, tmp_path):
     lines = [f'stream = "{pictures}"', 'orders = ["day>rain>night"]', 'methods = ["shot", "efdm"]', "seeds = [1, 2]"]
     sizes = ", ".join(f'"{name}" = {value}' for name, value in {**TINY, "network.backbone": '"dtn"'}.items())
     (tmp_path / "tiny.toml").write_text("\n".join(['title = "Tiny"', "[[grid]]", *lines, f"set = {{ {sizes} }}"]))

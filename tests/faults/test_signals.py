@@ -31,7 +31,7 @@ def rarely(command):
 
 @pytest.mark.faults(18, "SIGTERM and Ctrl-C keep the step a run was at, exit with 143 and 130, and say how to go on")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_in_the_middle_of_a_stage(warm, command, untouched, number, tmp_path):
+def test_stopped_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
     folder = tmp_path / "run"
     process = warm.start(*rarely(command), "--out", folder)
     journal, started = folder / "journal.jsonl", time.monotonic()
@@ -46,27 +46,27 @@ def test_in_the_middle_of_a_stage(warm, command, untouched, number, tmp_path):
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
     assert journal_of(folder, "stage_resumed")[0]["done"] >= 3
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.mark.faults(18, "stopped at any moment, while it starts too, a run ends without a traceback and can go on")
-def test_at_any_moment(warm, command, untouched, tmp_path):
+def test_stopped_at_any_moment(warm, command, undisturbed, tmp_path):
     chance, folder = random.Random(4), tmp_path / "run"
     for number in (signal.SIGINT, signal.SIGTERM) * 6:
         process = warm.start(*rarely(command), "--out", folder)
-        time.sleep(untouched.seconds * chance.uniform(0.0, 0.3))
+        time.sleep(undisturbed.seconds * chance.uniform(0.0, 0.3))
         process.kill(number)
         ended = process.wait()
-        assert ended.code in (128 + number, -number, 0), ended  # before anything was begun, the system ends it
+        assert ended.code in (128 + number, -number, 0), ended  # before it started, the system ends it
         assert "Traceback" not in ended.err, ended
     ended = warm.run(*rarely(command), "--out", folder)
     assert ended.code == 0, ended
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)
 
 
 @pytest.mark.faults(18, "SIGTERM to all processes of a program, as systemd and Slurm send it, stops all runs at a step")
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
-def test_to_the_whole_group(devices, command, tmp_path):
+def test_sigterm_to_the_process_group(devices, command, tmp_path):
     """One by one in processes of their own, and in those of two devices."""
     changed = {"epochs=4": "epochs=100000", "cpu": devices}
     words = [changed.get(word, word) for word in map(str, rarely(command))]
@@ -81,17 +81,17 @@ def test_to_the_whole_group(devices, command, tmp_path):
             assert process.poll() is None and time.monotonic() - started < DEADLINE
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGTERM)
-        said = process.communicate(timeout=DEADLINE)[1].decode()
+        output = process.communicate(timeout=DEADLINE)[1].decode()
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert said.endswith("Interrupted. The same command continues from there.\n") and "Traceback" not in said
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert output.endswith("Interrupted. The same command continues from there.\n") and "Traceback" not in output
     assert len(list(tmp_path.glob("*/checkpoint.safetensors"))) == 2
 
 
 def wait_for(process, library):
-    """Waits until a process has begun to load a library: Python itself has started by then."""
+    """Waits until a process starts to load a library: Python itself is running by then."""
     maps, started = Path(f"/proc/{process.pid}/maps"), time.monotonic()
     while library not in maps.read_text():
         assert process.poll() is None and time.monotonic() - started < DEADLINE
@@ -100,7 +100,7 @@ def wait_for(process, library):
 
 @pytest.mark.faults(18, "stopped while ratp is still being imported, a process ends at once and without a traceback")
 @pytest.mark.parametrize("way", WAYS)
-def test_while_it_is_imported(way, command, tmp_path):
+def test_stopped_while_importing(way, command, tmp_path):
     """Real processes, from the first of torch's libraries on to what comes after all imports."""
     chance, moments = random.Random(way), []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -110,14 +110,14 @@ def test_while_it_is_imported(way, command, tmp_path):
             wait_for(process, "torch")
             time.sleep(chance.uniform(0.0, most))
             process.send_signal(number)
-            said = process.stderr.read()
-        moments.append((process.returncode, said))
+            output = process.stderr.read()
+        moments.append((process.returncode, output))
         assert process.returncode in (-number, 128 + number, 0), moments
-        assert "Traceback" not in said and "KeyboardInterrupt" not in said, moments
+        assert "Traceback" not in output and "KeyboardInterrupt" not in output, moments
     assert moments[0] in ((-signal.SIGINT, ""), (128 + signal.SIGINT, "")), moments
 
 
-def test_what_runs_in_the_background_is_not_stopped():
+def test_background_process_ignores_ctrl_c():
     """Shells have it ignore Ctrl-C."""
     words = [sys.executable, *WAYS["module"], "methods", "show", "ratp"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

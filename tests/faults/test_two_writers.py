@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.faults(17, "the second process in a folder is told who holds it; a killed one holds nothing")
-def test_the_second_is_told_who_holds_it(warm, command, untouched, tmp_path):
+def test_second_process_learns_who_holds_the_folder(warm, command, undisturbed, tmp_path):
     folder = tmp_path / "run"
     long = [{"epochs=4": "epochs=400"}.get(word, word) for word in command]
     first = warm.start(*long, "--out", folder)
@@ -37,4 +37,4 @@ def test_the_second_is_told_who_holds_it(warm, command, untouched, tmp_path):
         if item.name != LOCK_FILE:
             item.unlink()
     assert warm.run(*command, "--out", folder).code == 0
-    assert_same(untouched.folder, folder)
+    assert_same(undisturbed.folder, folder)

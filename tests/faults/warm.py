@@ -70,7 +70,7 @@ class Process:
 
 
 def attempt(make):
-    """What is made, or the words of an error that a user can put right; any other error is the test's failure."""
+    """Returns the result, or the message of an error that a user can fix; any other error fails the test."""
     try:
         return make(), ""
     except RatpError as error:

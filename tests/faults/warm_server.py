@@ -1,7 +1,7 @@
-"""A process that has imported everything, and forks one that does what it is told, whenever it is told.
+"""A process that has imported everything and forks a child for every job it receives.
 
 A process of its own takes seconds to start, most of it imports; a fork takes none. It reads a JSON object a line: what
-a fork is to do, or which one to wait for. A fork can be told to die, or to find the disk full or gone, at a point: the
+a fork is to do, or which one to wait for. A fork can be made to die, or to find the disk full or gone, at a point: the
 n-th time that something is about to be opened for writing, synced, linked, renamed or removed below a folder.
 """
 
@@ -137,15 +137,15 @@ def fork(job):
 
 
 def serve():
-    """Does what it is told until nobody tells it anything."""
+    """Serves requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         job = json.loads(line)
-        answer = ended(job["wait"]) if "wait" in job else fork(job)
+        answer = wait_for_exit(job["wait"]) if "wait" in job else fork(job)
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def ended(child):
+def wait_for_exit(child):
     """Waits for a fork; returns its exit code, or the signal that ended it, negative."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

@@ -38,7 +38,7 @@ def test_the_first_step_has_the_length_of_the_rate():
     assert weight.detach().tolist() == pytest.approx([0.9, 1.1, 1.0], abs=1e-4)
 
 
-def test_what_the_loss_does_not_reach_stays():
+def test_parameters_without_gradient_stay():
     used, unused = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
     Adam([used, unused], 0.1).minimise(2 * used)
     assert unused.item() == 1

@@ -13,21 +13,21 @@ def numbers(a, b, count=20_000, seed=0):
 
 @pytest.mark.parametrize(("a", "b"), [(0.1, 0.1), (0.75, 0.75), (1.0, 1.0), (0.3, 1.5), (1.9, 1.9)])
 def test_they_are_distributed_as_they_should(a, b):
-    drawn = numbers(a, b).double()
-    assert drawn.min() >= 0
-    assert drawn.max() <= 1
-    assert drawn.mean().item() == pytest.approx(a / (a + b), abs=0.015)
-    assert drawn.var().item() == pytest.approx(stats.beta.var(a, b), abs=0.01)
+    samples = numbers(a, b).double()
+    assert samples.min() >= 0
+    assert samples.max() <= 1
+    assert samples.mean().item() == pytest.approx(a / (a + b), abs=0.015)
+    assert samples.var().item() == pytest.approx(stats.beta.var(a, b), abs=0.01)
     # The largest gap between drawn and true distribution; close to 1, single precision has few numbers left.
-    ranked = drawn.sort().values
-    gaps = torch.arange(1, len(drawn) + 1) / len(drawn) - torch.from_numpy(stats.beta.cdf(ranked.numpy(), a, b))
+    ranked = samples.sort().values
+    gaps = torch.arange(1, len(samples) + 1) / len(samples) - torch.from_numpy(stats.beta.cdf(ranked.numpy(), a, b))
     assert gaps[ranked < 1 - 1e-4].abs().max() < 0.013
 
 
 @pytest.mark.parametrize("edge", [1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 0.99, 1 - 1e-4])
 def test_a_tenth_lies_mostly_at_the_ends(edge):
-    drawn = numbers(0.1, 0.1, 40_000)
-    assert (drawn <= edge).double().mean().item() == pytest.approx(stats.beta.cdf(edge, 0.1, 0.1), abs=0.01)
+    samples = numbers(0.1, 0.1, 40_000)
+    assert (samples <= edge).double().mean().item() == pytest.approx(stats.beta.cdf(edge, 0.1, 0.1), abs=0.01)
 
 
 def test_the_generator_alone_decides():

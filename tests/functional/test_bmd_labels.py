@@ -46,7 +46,7 @@ def test_every_class_has_as_many_seeds(monkeypatch):
 
     monkeypatch.setattr(module, "kmeans", noted)
     features, probabilities = random_case()
-    probabilities[:, 0] = 1e-9  # a class that nobody predicts
+    probabilities[:, 0] = 1e-9  # a class that is never predicted
     found = bmd_labels(features, probabilities)
     assert [tuple(points.shape) for points in seen] == [(5, 6, 4)] * 2
     directions = F.normalize(features, dim=1)

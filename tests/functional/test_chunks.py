@@ -41,12 +41,12 @@ def test_too_large_a_chunk_is_halved_until_it_fits(rows, chunk):
     device = SmallDevice(rows)
     expected = squares(SmallDevice(1000), 1000)
     assert all(torch.equal(*pair) for pair in zip(squares(device, chunk), expected, strict=True))
-    failed = [asked for asked in device.asked if asked > rows]
+    failed = [size for size in device.asked if size > rows]
     assert all(later == earlier // 2 for earlier, later in itertools.pairwise(failed))
-    assert sum(asked for asked in device.asked if asked <= rows) == 100
+    assert sum(size for size in device.asked if size <= rows) == 100
 
 
-def test_what_is_done_already_is_not_done_again():
+def test_finished_chunks_are_not_repeated():
     """The memory becomes scarce after the first chunk."""
 
     class Shrinking(SmallDevice):
@@ -66,7 +66,7 @@ def test_memory_that_does_not_suffice_for_one_row_is_an_error():
     assert device.asked == [16, 8, 4, 2, 1]
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory():
+def test_other_errors_are_not_taken_for_out_of_memory():
     def broken(rows):
         raise RuntimeError(f"no such rows: {rows}")
 

@@ -90,7 +90,7 @@ class TestMaskedLinear:
         assert torch.equal(masked(x), before)
         assert masked.slot.data_ptr() == place
 
-    def test_a_copy_has_masks_of_its_own(self):
+    def test_copy_has_its_own_masks(self):
         _, masked = layer()
         copy = deepcopy(masked)
         copy.slot.fill_(2)

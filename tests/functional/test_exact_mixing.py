@@ -18,9 +18,9 @@ def values(x):
 
 
 def layer(probability=1.0, alpha=0.1, styles="batch", seed=0):
-    made = ExactMixing(probability, alpha)
-    made.generator, made.styles = torch.Generator().manual_seed(seed), styles
-    return made
+    mixing = ExactMixing(probability, alpha)
+    mixing.generator, mixing.styles = torch.Generator().manual_seed(seed), styles
+    return mixing
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ class TestLayer:
         assert torch.equal(layer(probability=0.0)(x), x)
 
     def test_it_mixes_its_share_of_the_batches(self):
-        x, made = maps(), layer(probability=0.5)
-        same = [torch.equal(made(x), x) for _ in range(400)]
+        x, mixing = maps(), layer(probability=0.5)
+        same = [torch.equal(mixing(x), x) for _ in range(400)]
         assert 0.4 < sum(same) / 400 < 0.62  # a batch left alone, or one whose weights are all 1
 
     def test_the_second_half_lends_its_style(self):
         x = torch.cat([maps(0), maps(1)])
-        made = layer(styles="second half", alpha=1.0)
-        mixed = made(x)
+        mixing = layer(styles="second half", alpha=1.0)
+        mixed = mixing(x)
         assert torch.equal(mixed[3:], x[3:])
         (content, style), out = (values(part) for part in x.chunk(2)), values(mixed[:3])
         weights = ((out - style) / (content - style)).mean(dim=(1, 2), keepdim=True)

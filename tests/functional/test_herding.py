@@ -125,6 +125,6 @@ class TestManyImages:
         assert sure
         assert picks.tolist() == plain.herding(features, 20)
 
-    def test_numbers_that_are_none_do_not_stop_it(self):
+    def test_non_finite_values_are_tolerated(self):
         picks = choose_exemplars(torch.full((MANY, 3), torch.nan), 4, "herding")
         assert picks.shape == (4,)

@@ -25,9 +25,9 @@ def inputs():
 def test_images_lie_between_0_and_1_and_keep_their_size(inputs):
     images, noise = inputs
     (one,) = generators(1)
-    made = one(images, noise)
-    assert made.shape == images.shape
-    assert (made > 0).all() and (made < 1).all()
+    output = one(images, noise)
+    assert output.shape == images.shape
+    assert (output > 0).all() and (output < 1).all()
 
 
 def test_it_is_what_torchs_layers_make(inputs):
@@ -62,7 +62,7 @@ def test_the_last_layer_with_more_channels_gives_the_same_images_and_gradients(i
     torch.testing.assert_close(wide, plain)
     assert torch.sigmoid(wide).is_contiguous(memory_format=torch.channels_last)
     wanted = images, last.weight, last.bias
-    gradients = [torch.autograd.grad(made.cos().sum(), wanted) for made in (wide, plain)]
+    gradients = [torch.autograd.grad(output.cos().sum(), wanted) for output in (wide, plain)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -78,17 +78,17 @@ def test_several_draws_need_one_look(inputs):
 def test_a_flat_image_gives_numbers(inputs):
     _, noise = inputs
     (one,) = generators(1)
-    made = one(torch.zeros(4, 3, 8, 8), noise)
-    slopes = torch.autograd.grad(made.sum(), list(one.parameters()))
-    assert made.isfinite().all() and all(slope.isfinite().all() for slope in slopes)
+    output = one(torch.zeros(4, 3, 8, 8), noise)
+    slopes = torch.autograd.grad(output.sum(), list(one.parameters()))
+    assert output.isfinite().all() and all(slope.isfinite().all() for slope in slopes)
 
 
 def test_a_pool_answers_as_the_generator_asked_for(inputs):
     images, noise = inputs
-    made = generators(3)
-    pool = GeneratorPool(made)
+    trained = generators(3)
+    pool = GeneratorPool(trained)
     assert pool.size == 3
-    for index, one in enumerate(made):
+    for index, one in enumerate(trained):
         answer = pool(images, noise, torch.tensor([index]))
         assert torch.equal(answer, one(images, noise)) and not answer.requires_grad
 

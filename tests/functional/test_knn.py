@@ -91,8 +91,8 @@ def lattice(seed, points, queries=60, dim=3, classes=4):
     rng = np.random.default_rng(seed)
     half = rng.integers(-2, 3, size=(points // 2, dim))
     grid = np.concatenate([half, -half]).astype(np.float32)
-    asked = rng.integers(-2, 3, size=(queries, dim)).astype(np.float32)
-    return torch.tensor(asked), torch.tensor(grid), torch.tensor(rng.integers(classes, size=len(grid)))
+    query_points = rng.integers(-2, 3, size=(queries, dim)).astype(np.float32)
+    return torch.tensor(query_points), torch.tensor(grid), torch.tensor(rng.integers(classes, size=len(grid)))
 
 
 class TestTies:
@@ -167,7 +167,7 @@ class TestScale:
         assert torch.equal(knn_vote(scarce, grid, labels, 9, 4).as_subclass(torch.Tensor), expected)
         assert scarce.failures
 
-    def test_bad_numbers_do_not_stop_it(self):
+    def test_non_finite_values_are_tolerated(self):
         labels = knn_vote(torch.full((3, 2), torch.nan), torch.randn(5, 2), torch.arange(5), 2, 5)
         assert labels.shape == (3,)
 

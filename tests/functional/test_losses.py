@@ -50,5 +50,5 @@ def test_mean_of_nothing():
     assert mean_over(torch.zeros(0)).item() == 0
 
 
-def test_a_row_that_does_not_count_may_be_no_number():
+def test_masked_rows_can_be_non_finite():
     assert mean_over(torch.tensor([1.0, torch.nan, 3.0, 5.0, torch.inf]), VALID).item() == 3

@@ -66,11 +66,11 @@ class TestMixing:
     @pytest.mark.parametrize("alpha", [0.1, 0.75, 2.0])
     def test_ratios_are_at_least_a_half_and_as_the_beta_distribution_has_it(self, alpha):
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.stack([draw_ratio(alpha, generator) for _ in range(1500)])
+        ratios = torch.stack([draw_ratio(alpha, generator) for _ in range(1500)])
         expected = torch.distributions.Beta(alpha, alpha).sample((20_000,))
-        assert drawn.min() >= 0.5
-        assert drawn.max() <= 1
-        assert drawn.mean().item() == pytest.approx(torch.maximum(expected, 1 - expected).mean().item(), abs=0.02)
+        assert ratios.min() >= 0.5
+        assert ratios.max() <= 1
+        assert ratios.mean().item() == pytest.approx(torch.maximum(expected, 1 - expected).mean().item(), abs=0.02)
 
 
 @pytest.mark.parametrize("count", [3, 6, 7, 8])

@@ -78,11 +78,11 @@ def test_certainty_is_in_the_order_of_the_posterior_and_goes_on_where_that_is_on
 def test_samples_have_the_moments_of_their_component():
     given, labels, _ = clusters()
     mixture = fit_mixture(given, labels, 3, RIDGE)
-    drawn, classes = mixture.sample(20_000, torch.Generator().manual_seed(0))
-    assert drawn.shape == (60_000, 4)
+    samples, classes = mixture.sample(20_000, torch.Generator().manual_seed(0))
+    assert samples.shape == (60_000, 4)
     assert classes.bincount().tolist() == [20_000] * 3
     for k in range(3):
-        own = drawn[classes == k]
+        own = samples[classes == k]
         torch.testing.assert_close(own.mean(dim=0), mixture.means[k], rtol=0, atol=0.05)
         torch.testing.assert_close(own.T.cov(), mixture.roots[k] @ mixture.roots[k].T, rtol=0, atol=0.08)
     assert torch.equal(
@@ -127,7 +127,7 @@ def test_two_points_equal_points_and_few_of_many_dimensions_can_be_sampled():
     assert mixture.log_densities(given).isfinite().all()
 
 
-def test_points_that_are_no_numbers_do_not_count():
+def test_non_finite_points_are_ignored():
     given, labels, _ = clusters()
     before = fit_mixture(given, labels, 3, RIDGE)
     spoilt = given.clone()
@@ -143,7 +143,7 @@ def test_points_that_are_no_numbers_do_not_count():
     assert extreme.roots.isfinite().all()
 
 
-def test_it_can_be_kept_and_taken_back():
+def test_state_round_trip():
     given, labels, _ = clusters()
     mixture = fit_mixture(given[labels != 1], labels[labels != 1], 3, RIDGE)
     again = load_mixture(mixture.state(), torch.device("cpu"))

@@ -116,7 +116,7 @@ class TestRate:
             reference.step()
         torch.testing.assert_close(ours, theirs)
 
-    def test_it_is_constant_until_told(self):
+    def test_rate_is_constant_by_default(self):
         weight = nn.Parameter(torch.zeros(1))
         optimiser = CosineSGD([([weight], 1.0)], 0.5, SGDConfig(weight_decay=0.0))
         for _ in range(3):

@@ -42,27 +42,27 @@ class TestLoss:
 class TestBank:
     def test_a_sample_is_no_neighbour_of_itself(self):
         """The nearest by hand; its own entry would be the first of k + 1."""
-        embeddings, made = bank()
+        embeddings, filled_bank = bank()
         places = torch.tensor([3, 0, 7])
         cosines = F.normalize(embeddings[places], dim=1) @ F.normalize(embeddings, dim=1).T
         with_self = cosines.topk(5, dim=1).indices
         assert torch.equal(with_self[:, 0], places)
-        assert torch.equal(made.nearest(embeddings[places], places, 4), with_self[:, 1:])
+        assert torch.equal(filled_bank.nearest(embeddings[places], places, 4), with_self[:, 1:])
 
-    @pytest.mark.parametrize(("samples", "asked", "found"), [(5, 3, 3), (3, 3, 2), (1, 3, 0), (5, 0, 0)])
-    def test_there_are_at_most_all_others(self, samples, asked, found):
-        embeddings, made = bank(samples)
-        near = made.nearest(embeddings, torch.arange(samples), asked)
+    @pytest.mark.parametrize(("samples", "count", "found"), [(5, 3, 3), (3, 3, 2), (1, 3, 0), (5, 0, 0)])
+    def test_there_are_at_most_all_others(self, samples, count, found):
+        embeddings, filled_bank = bank(samples)
+        near = filled_bank.nearest(embeddings, torch.arange(samples), count)
         assert near.shape == (samples, found)
-        assert made.logs[near].shape == (samples, found, 3)
+        assert filled_bank.logs[near].shape == (samples, found, 3)
 
     def test_writing_changes_the_bank_itself(self):
-        _, made = bank()
-        directions, logs = made.directions, made.logs
+        _, filled_bank = bank()
+        directions, logs = filled_bank.directions, filled_bank.logs
         before = directions.clone(), logs.clone()
         places, new = torch.tensor([2, 5]), torch.tensor([[3.0, 0, 0, 0], [0, 0, 2.0, 0]])
         predicted = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()
-        made.write(places, new, predicted, torch.tensor([True, True]))
+        filled_bank.write(places, new, predicted, torch.tensor([True, True]))
         assert torch.equal(directions[places], torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0]]))
         assert torch.equal(logs[places], predicted)
         others = [i for i in range(12) if i not in (2, 5)]
@@ -70,23 +70,23 @@ class TestBank:
         assert torch.equal(logs[others], before[1][others])
 
     def test_rows_that_do_not_count_are_written_nowhere(self):
-        _, made = bank()
-        before = made.directions.clone()
+        _, filled_bank = bank()
+        before = filled_bank.directions.clone()
         places = torch.tensor([11, 11, 0])
-        made.write(places, torch.ones(3, 4), torch.zeros(3, 3), torch.zeros(3, dtype=torch.bool))
-        assert torch.equal(made.directions, before)
-        near = made.nearest(torch.ones(3, 4), places, 11)
+        filled_bank.write(places, torch.ones(3, 4), torch.zeros(3, 3), torch.zeros(3, dtype=torch.bool))
+        assert torch.equal(filled_bank.directions, before)
+        near = filled_bank.nearest(torch.ones(3, 4), places, 11)
         assert near.max() < 12
 
     def test_of_a_sample_that_comes_twice_the_later_stays(self):
-        _, made = bank()
+        _, filled_bank = bank()
         rows = torch.eye(4)
         counts = torch.tensor([True, True, True, False])
-        made.write(torch.tensor([4, 9, 4, 4]), rows, torch.zeros(4, 3), counts)
-        assert torch.equal(made.directions[4], rows[2])
-        assert torch.equal(made.directions[9], rows[1])
+        filled_bank.write(torch.tensor([4, 9, 4, 4]), rows, torch.zeros(4, 3), counts)
+        assert torch.equal(filled_bank.directions[4], rows[2])
+        assert torch.equal(filled_bank.directions[9], rows[1])
 
     def test_embeddings_have_unit_length(self):
-        _, made = bank()
-        torch.testing.assert_close(made.directions.norm(dim=1), torch.ones(12))
+        _, filled_bank = bank()
+        torch.testing.assert_close(filled_bank.directions.norm(dim=1), torch.ones(12))
         assert math.isfinite(Bank(torch.zeros(2, 4), torch.zeros(2, 3)).directions.sum().item())

@@ -66,7 +66,7 @@ def test_lengths_do_not_matter():
 def test_it_falls_when_a_pair_of_two_classes_is_turned_apart():
     def loss(angle):
         features = torch.tensor([[1.0, 0.0, 0.0], [math.cos(angle), math.sin(angle), 0.0]])
-        proxies = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])  # as far from both, whatever the angle
+        proxies = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])  # as far from both, at any angle
         return proxy_contrastive(features, torch.tensor([0, 1]), proxies).sum().item()
 
     losses = [loss(angle) for angle in (0.1, 0.5, 1.0, 1.5)]

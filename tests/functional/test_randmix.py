@@ -37,13 +37,13 @@ def batch(count=3, size=20, seed=1):
     return torch.randn(count, 3, size, size, generator=generator(seed))
 
 
-def plain(value):
+def as_double(value):
     """The random numbers of a draw in double precision."""
     if isinstance(value, torch.Tensor):
         return value if value.dtype == torch.bool else value.double()
     if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
-    return None if value is None else SimpleNamespace(**{name: plain(item) for name, item in vars(value).items()})
+        return tuple(as_double(item) for item in value)
+    return None if value is None else SimpleNamespace(**{name: as_double(item) for name, item in vars(value).items()})
 
 
 class TestAgainstReference:
@@ -70,14 +70,14 @@ class TestAgainstReference:
         randmix, images = make(**switches), batch()
         draw = randmix.draw(images.shape, generator(5))
         assert draw.weights.sum(dim=1).abs().min() > 0.1
-        expected = reference.randmix(images.double(), plain(draw), randmix.config, MEAN.double(), STD.double())
+        expected = reference.randmix(images.double(), as_double(draw), randmix.config, MEAN.double(), STD.double())
         torch.testing.assert_close(randmix.apply(images, draw).double(), expected, rtol=1e-3, atol=1e-4)
 
     @VARIANTS
     def test_output_agrees_for_images_higher_than_wide(self, variant):
         randmix, images = make(kernel_sizes=(1, 6), **variant), batch(2)[:, :, :, :13]
         draw = randmix.draw(images.shape, generator(6))
-        expected = reference.randmix(images.double(), plain(draw), randmix.config, MEAN.double(), STD.double())
+        expected = reference.randmix(images.double(), as_double(draw), randmix.config, MEAN.double(), STD.double())
         torch.testing.assert_close(randmix.apply(images, draw).double(), expected, rtol=1e-3, atol=1e-4)
 
     def test_the_image_alone_comes_out_squashed_and_normalised(self):
@@ -114,7 +114,7 @@ class TestWhatIsDrawn:
         torch.rand(7)
         assert torch.equal(make()(images, generator(3)), first)
 
-    def test_adain_layers_are_fixed_per_instance_or_drawn_anew(self):
+    def test_adain_layers_are_fixed_or_redrawn(self):
         fixed, redrawn, shape = make(), make(redraw_adain=True), batch().shape
         source = generator(4)
         for draws_differ, randmix in ((False, fixed), (True, redrawn)):
@@ -126,7 +126,7 @@ class TestWhatIsDrawn:
                 assert not torch.equal(a.encoder.weight, b.encoder.weight)
                 assert not torch.equal(a.decoder.weight, b.decoder.weight)
 
-    def test_every_branch_has_layers_of_its_own(self):
+    def test_each_branch_has_its_own_layers(self):
         branches = make(kernel_sizes=(5, 5)).draw(batch().shape, generator()).branches
         assert not torch.equal(branches[0].adain.weight, branches[1].adain.weight)
         assert not torch.equal(branches[0].encoder.weight, branches[1].encoder.weight)

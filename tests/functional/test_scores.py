@@ -1,4 +1,4 @@
-"""Products with class vectors: a matrix product, whatever way its gradient takes."""
+"""Products with class vectors: a matrix product, however its gradient is computed."""
 
 from __future__ import annotations
 

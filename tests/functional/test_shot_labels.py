@@ -6,7 +6,7 @@ from ratp.functional.pseudo_labels import shot_labels
 
 
 def by_hand(features, probabilities):
-    """The two rounds, sample by sample; a class that nobody predicts is left out."""
+    """The two rounds, sample by sample; a class never predicted is left out."""
     v = np.concatenate([features, np.ones((len(features), 1))], axis=1)
     v /= np.linalg.norm(v, axis=1, keepdims=True)
     classes = sorted(set(probabilities.argmax(axis=1)))

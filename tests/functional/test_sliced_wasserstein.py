@@ -71,9 +71,9 @@ def test_a_shift_is_its_square_whatever_the_sizes():
 
 
 def test_directions_are_unit_vectors_drawn_from_the_generator():
-    drawn = directions(50, 8)
-    torch.testing.assert_close(drawn.norm(dim=1), torch.ones(50, dtype=torch.float64), rtol=1e-6, atol=1e-6)
-    assert torch.equal(drawn, directions(50, 8))
+    sample = directions(50, 8)
+    torch.testing.assert_close(sample.norm(dim=1), torch.ones(50, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    assert torch.equal(sample, directions(50, 8))
 
 
 @pytest.mark.parametrize("sizes", [(5, 5), (3, 8), (8, 3), (1, 4)])

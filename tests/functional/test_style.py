@@ -16,7 +16,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def images(*size):
+def make_images(*size):
     return torch.randn(4, 3, *(size or (32, 32)), generator=generator(5))
 
 
@@ -34,7 +34,7 @@ def test_sizes_follow_the_images(style):
     assert [scale.shape[-1] for scale in large.scales] == [216, 212, 208, 220]
     oblong = StyleModule((32, 40), (5,))
     assert tuple(oblong.scales[0].shape) == (3, 28, 36)
-    assert oblong.restyle(images(32, 40), ONLY_STYLE, generator()).shape == (4, 3, 32, 40)
+    assert oblong.restyle(make_images(32, 40), ONLY_STYLE, generator()).shape == (4, 3, 32, 40)
 
 
 def test_it_starts_as_published(style):
@@ -50,7 +50,7 @@ def test_only_scales_shifts_and_noise_are_trained(style):
 
 
 def test_estimation_is_the_mean_of_its_branches_by_torchs_own_layers(style):
-    x = images()
+    x = make_images()
     count = len(style.scales)
     numbers = iter(style._layers.split(style.fixed))
     colour = next(numbers)
@@ -64,7 +64,7 @@ def test_estimation_is_the_mean_of_its_branches_by_torchs_own_layers(style):
 
 
 def test_a_style_is_put_on_images_in_part():
-    x, styles = images(8, 8), images(8, 8).flip(0)
+    x, styles = make_images(8, 8), make_images(8, 8).flip(0)
     mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.4])
     normalised = (styles.sigmoid() - mean.view(3, 1, 1)) / std.view(3, 1, 1)
     torch.testing.assert_close(Blend(0.6, mean, std)(x, styles), 0.6 * normalised + 0.4 * x)
@@ -78,7 +78,7 @@ def test_convolutions_are_within_torchs_bounds(style):
 
 
 def test_every_call_has_other_convolutions_but_estimation_has_its_own(style):
-    x, source = images(), generator()
+    x, source = make_images(), generator()
     assert not torch.equal(style.restyle(x, ONLY_STYLE, source), style.restyle(x, ONLY_STYLE, source))
     assert torch.equal(
         style.estimate(x, ONLY_STYLE, source), style.estimate(x, ONLY_STYLE, source)
@@ -87,15 +87,15 @@ def test_every_call_has_other_convolutions_but_estimation_has_its_own(style):
 
 
 def test_the_gradient_flows_in_estimation_only(style):
-    assert not style.restyle(images(), ONLY_STYLE, generator()).requires_grad
+    assert not style.restyle(make_images(), ONLY_STYLE, generator()).requires_grad
     slopes = torch.autograd.grad(
-        style.estimate(images(), ONLY_STYLE, generator()).square().sum(), list(style.parameters())
+        style.estimate(make_images(), ONLY_STYLE, generator()).square().sum(), list(style.parameters())
     )
     assert all(slope.abs().sum() > 0 for slope in slopes)
 
 
 def test_noise_is_in_hundredths(style):
-    x = images()
+    x = make_images()
     calm = style.estimate(x, ONLY_STYLE, generator())
     with torch.no_grad():
         style.noise_level.fill_(2.0)
@@ -125,7 +125,7 @@ def test_mixing_weights_that_cancel_out_give_numbers(style, monkeypatch):
         return real(*shape, **options)
 
     monkeypatch.setattr(torch, "randn", cancelling)
-    assert style.restyle(images(), ONLY_STYLE, generator()).isfinite().all()
+    assert style.restyle(make_images(), ONLY_STYLE, generator()).isfinite().all()
 
 
 def test_images_too_small_for_a_kernel_are_refused():

@@ -341,8 +341,8 @@ class TestDistribution:
     def test_flip_and_grey(self, probability):
         config = replace(NONE, flip=probability, greyscale=probability)
         draw = Transform(config, 8).draw(self.COUNT, 8, 8, generator())
-        for drawn in (draw.flip, draw.grey):
-            assert stats.binomtest(int(drawn.sum()), self.COUNT, probability).pvalue > LIKELY
+        for draws in (draw.flip, draw.grey):
+            assert stats.binomtest(int(draws.sum()), self.COUNT, probability).pvalue > LIKELY
         if probability < 1:
             assert stats.chi2_contingency(np.histogram2d(draw.flip, draw.grey, bins=2)[0]).pvalue > LIKELY
 

@@ -31,7 +31,7 @@ from helpers import (
 from helpers import (
     ratp as command,
 )
-from own_images import OPTIONS, encoded, images, put
+from own_images import OPTIONS, encode, image_files, write_files
 from ratp._core.environment import Randomness
 from ratp.cli.progress import follow
 from ratp.data.domain import LabelledDomain
@@ -109,7 +109,7 @@ def bad_domain(kind, name="bad"):
     return LabelledDomain(name, images_of(kind), torch.arange(60) % 4, CLASSES)
 
 
-def plan_of(method="shot", domains=("ink", "mud", "fog"), guard="act", changes=LEARNS):
+def make_plan(method="shot", domains=("ink", "mud", "fog"), guard="act", changes=LEARNS):
     """A run on toy domains; those not given by name are as they are."""
     found = [toy_domain(item, 120 if item == "ink" else 60) if isinstance(item, str) else item for item in domains]
     return replace(toy_plan(method, found, changes=changes), guard=guard)
@@ -134,13 +134,13 @@ class TestSigns:
         assert variety(torch.eye(100)[:20], torch.arange(100)) == pytest.approx(1)  # twenty images, twenty classes
 
     @given(st.floats(0.4, 1), st.integers(0, 100), st.integers(0, 100))
-    def test_what_is_kept_is_one_without_a_change_and_falls_with_what_is_right(self, before, some, other):
+    def test_retention_is_one_without_change_and_falls_with_accuracy(self, before, some, other):
         labels = torch.arange(40) % 4
         assert kept(before, before, labels) == pytest.approx(1)
         assert kept(before, 0.25, labels) == pytest.approx(0)
         assert (kept(before, some / 100, labels) < kept(before, other / 100, labels)) == (some < other)
 
-    def test_who_knew_nothing_has_nothing_to_keep(self):
+    def test_ignorant_model_has_no_retention(self):
         assert kept(0.3, 0.0, torch.arange(40) % 4) is None
         assert skill(0.3, torch.arange(40) % 4) == pytest.approx(0.05 / 0.75)
         assert kept(0.8, 0.8, torch.tensor([0, 0, 0, 0, 1])) is None  # always the same answer is right as often
@@ -151,10 +151,10 @@ class TestSigns:
         assert picture_structure(images_of("blank")) == 0
         ramp = (torch.arange(32) * 8).expand(4, 3, 32, 32).to(torch.uint8)
         assert picture_structure(ramp[:, :, :, ::1]) > 0.4  # rows differ by nothing, columns by little
-        drawn = toy_domain("ink").images
-        assert picture_structure(drawn) > 0.5
-        assert picture_structure(255 - drawn) == pytest.approx(picture_structure(drawn))
-        assert picture_structure(drawn[:, :, :1, :1]) == 0  # a single pixel has no neighbour
+        pictures = toy_domain("ink").images
+        assert picture_structure(pictures) > 0.5
+        assert picture_structure(255 - pictures) == pytest.approx(picture_structure(pictures))
+        assert picture_structure(pictures[:, :, :1, :1]) == 0  # a single pixel has no neighbour
 
     @given(size=st.integers(1, 50), seed=st.integers(0, 99))
     def test_broken_images_have_the_same_pixels_in_another_order(self, size, seed):
@@ -167,12 +167,12 @@ class TestSigns:
         if size == 12:  # pieces stay whole
             assert whole[0, 0, :6, :6].tolist() in found[0][0, 0].unfold(0, 6, 6).unfold(1, 6, 6).flatten(0, 1).tolist()
 
-    def test_what_is_recognised_is_told_by_source_images(self):
+    def test_recognition_is_measured_on_source_images(self):
         assert recognition(0.15, 0.3) == 0.5
         assert recognition(-0.03, 0.3) == pytest.approx(-0.1)
         assert recognition(0.0, 0.05) is None  # pieces of source images do as well: then they tell nothing
 
-    def test_classes_that_lie_in_one_place_have_no_spread(self):
+    def test_collapsed_classes_have_no_spread(self):
         labels = torch.tensor([0, 0, 1, 1])
         assert class_spread(torch.eye(2)[labels], labels) == pytest.approx(1)
         assert class_spread(torch.ones(4, 3), labels) == pytest.approx(0)
@@ -217,7 +217,7 @@ class TestDecision:
         assert not decide(replace(seen, source_skill=0.4)).reasons
         assert decide(replace(seen, source_skill=0.4, variety_before=0.2)).reasons
 
-    def test_what_is_not_there_is_no_reason(self):
+    def test_missing_signs_are_not_a_reason(self):
         bare = replace(GOOD, **dict.fromkeys(n for n in vars(GOOD) if n.startswith(("memory", "spread"))))
         assert decide(bare).reasons == ()
         assert "memory" not in decide(bare).to_json()["signs"]
@@ -226,8 +226,8 @@ class TestDecision:
 
 @pytest.mark.faults(FAULT, "a stage on noise, blank images or one class is undone; what was known before it is kept")
 @pytest.mark.parametrize("kind", ["noise", "blank", "one class"])
-def test_a_bad_domain_is_undone_as_if_it_had_never_come(kind, tmp_path):
-    guarded = Run(plan_of(domains=("ink", "mud", bad_domain(kind), "fog")), tmp_path / "guarded")
+def test_bad_domain_is_undone_completely(kind, tmp_path):
+    guarded = Run(make_plan(domains=("ink", "mud", bad_domain(kind), "fog")), tmp_path / "guarded")
     states = [tensors_of(guarded.folder) for event in guarded.events() if isinstance(event, StageFinished)]
     assert same_tensors(states[1], states[2])
     rows = accuracy_of(guarded.folder)
@@ -235,14 +235,14 @@ def test_a_bad_domain_is_undone_as_if_it_had_never_come(kind, tmp_path):
     assert rows[3][:2] == [100, 100]
     judged = [event["guard"]["rolled_back"] for event in journal_of(guarded.folder, "stage_finished")[1:]]
     assert judged == [False, True, False]
-    Run(plan_of(domains=("ink", "mud", "fog")), tmp_path / "without").execute()
+    Run(make_plan(domains=("ink", "mud", "fog")), tmp_path / "without").execute()
     for name in ("state", "weights"):
         assert same_tensors(tensors_of(guarded.folder, name), tensors_of(tmp_path / "without", name))
 
 
 @pytest.mark.slow
 @pytest.mark.faults(FAULT, "a stage on pictures of something else is undone; what was known before it is kept")
-def test_unrelated_pictures_are_undone_and_real_ones_are_not(tmp_path):
+def test_unrelated_pictures_are_undone_but_not_real_ones(tmp_path):
     """Crops of two photographs, a temple and a flower, for a model of digits."""
     photographs = [torch.tensor(image).permute(2, 0, 1) for image in load_sample_images().images]
     crops = [
@@ -280,22 +280,22 @@ class Forgetful(SourceOnly):
 
 
 @pytest.mark.faults(FAULT, "a stage that ruins the model, by whatever it does, is undone")
-def test_a_stage_that_ruins_the_model_is_undone(tmp_path):
-    plan = replace(plan_of("source-only"), method=Forgetful)
+def test_ruinous_stage_is_undone(tmp_path):
+    plan = replace(make_plan("source-only"), method=Forgetful)
     Run(plan, tmp_path / "act").execute()
     assert accuracy_of(tmp_path / "act") == [[100, 100, 100]] * 3
-    told = journal_of(tmp_path / "act", "stage_finished")[1]["guard"]
-    assert any("forgot the source" in reason for reason in told["reasons"])
+    message = journal_of(tmp_path / "act", "stage_finished")[1]["guard"]
+    assert any("forgot the source" in reason for reason in message["reasons"])
     Run(replace(plan, guard="record"), tmp_path / "record").execute()
     assert accuracy_of(tmp_path / "record")[1][0] < 60
     noted = journal_of(tmp_path / "record", "stage_finished")[1]["guard"]
-    assert noted == {**told, "rolled_back": False}
+    assert noted == {**message, "rolled_back": False}
 
 
 @pytest.mark.parametrize("method", ["ratp", "tent", "t3a"])
-def test_looking_changes_no_bit(method, tmp_path):
+def test_judging_changes_no_bit(method, tmp_path):
     for guard in ("off", "record"):
-        Run(plan_of(method, guard=guard, changes={}), tmp_path / guard).execute()
+        Run(make_plan(method, guard=guard, changes={}), tmp_path / guard).execute()
     for name in ("state", "weights"):
         assert same_tensors(tensors_of(tmp_path / "off", name), tensors_of(tmp_path / "record", name))
     assert (tmp_path / "off" / "matrix.json").read_bytes() == (tmp_path / "record" / "matrix.json").read_bytes()
@@ -305,7 +305,7 @@ def test_looking_changes_no_bit(method, tmp_path):
 
 @pytest.mark.parametrize("method", each_method())
 def test_every_method_can_be_guarded(method, tmp_path):
-    plan = plan_of(method, domains=("ink", bad_domain("noise")), changes=QUICK.get(method, {}))
+    plan = make_plan(method, domains=("ink", bad_domain("noise")), changes=QUICK.get(method, {}))
     run = Run(plan, tmp_path / "run")
     states = [tensors_of(run.folder) for event in run.events() if isinstance(event, StageFinished)]
     assert same_tensors(states[0], states[1])
@@ -323,8 +323,8 @@ def test_a_domain_that_is_known_in_part_raises_no_alarm(method, tmp_path):
 
 
 @pytest.mark.faults(FAULT, "killed after the guard's decision and before it is written, a run decides the same again")
-def test_killed_after_the_decision_a_run_decides_the_same_again(tmp_path, monkeypatch):
-    plan = plan_of(domains=("ink", bad_domain("noise"), "fog"), changes={})
+def test_decision_is_repeated_after_a_kill(tmp_path, monkeypatch):
+    plan = make_plan(domains=("ink", bad_domain("noise"), "fog"), changes={})
     Run(plan, tmp_path / "whole").execute()
     write = ratp.runs.states.write_tensors
 
@@ -340,13 +340,13 @@ def test_killed_after_the_decision_a_run_decides_the_same_again(tmp_path, monkey
     Run(plan, tmp_path / "cut").execute()
     for name in ("state", "weights"):
         assert same_tensors(tensors_of(tmp_path / "cut", name), tensors_of(tmp_path / "whole", name))
-    told = [[e.get("guard") for e in journal_of(tmp_path / n, "stage_finished")] for n in ("cut", "whole")]
-    assert told[0] == told[1]
+    message = [[e.get("guard") for e in journal_of(tmp_path / n, "stage_finished")] for n in ("cut", "whole")]
+    assert message[0] == message[1]
     assert accuracy_of(tmp_path / "cut") == accuracy_of(tmp_path / "whole")
 
 
 def test_a_decision_outlives_the_journal(tmp_path):
-    plan = plan_of(domains=("ink", bad_domain("noise"), "fog"), changes={})
+    plan = make_plan(domains=("ink", bad_domain("noise"), "fog"), changes={})
     events = Run(plan, tmp_path / "run").events()
     next(event for event in events if isinstance(event, StageFinished) and event.stage == 1)
     events.close()
@@ -356,11 +356,11 @@ def test_a_decision_outlives_the_journal(tmp_path):
 
 
 class TestPlan:
-    def own(self, folder, **asked):
+    def own(self, folder, **requested):
         for seed, name in enumerate(("day", "rain")):
-            put(folder / name, images(seed=seed))
-        asked = {"stream": str(folder), "order": "day>rain", "device": "cpu", "weights": "none", **asked}
-        return resolve(RunRequest(changes={"network.backbone": "dtn"}, **asked))
+            write_files(folder / name, image_files(seed=seed))
+        requested = {"stream": str(folder), "order": "day>rain", "device": "cpu", "weights": "none", **requested}
+        return resolve(RunRequest(changes={"network.backbone": "dtn"}, **requested))
 
     def test_it_acts_on_own_images_and_records_elsewhere(self, tmp_path):
         assert self.own(tmp_path).guard == "act"
@@ -377,13 +377,13 @@ class TestPlan:
         assert plans["act"].decisions() == {**plans["record"].decisions(), "guard": "act"}
         assert plans["off"].digest() == plans["record"].digest() != plans["act"].digest()
 
-    def test_folders_of_own_images_are_called_as_before_there_was_a_guard(self, tmp_path):
+    def test_folders_of_own_images_keep_their_names(self, tmp_path):
         usual, without = self.own(tmp_path), self.own(tmp_path, guard="off")
         before = {name: value for name, value in usual.decisions().items() if name != "guard"}
         text = json.dumps({**before, "weights": "none"}, sort_keys=True)
         assert usual.digest() == hashlib.sha256(text.encode()).hexdigest() != without.digest()
 
-    def test_a_study_records_unless_told_and_takes_no_guarded_result_for_another(self, tmp_path):
+    def test_study_records_by_default_and_keeps_guarded_results_apart(self, tmp_path):
         self.own(tmp_path / "own")
         file = tmp_path / "study.toml"
         grid = f'[[grid]]\nstream = "{tmp_path / "own"}"\norders = ["day>rain"]\nmethods = ["source-only"]\n'
@@ -399,8 +399,8 @@ class TestPlan:
         assert study.with_results([results["off"]]).entries[1].result is None
         assert study.with_results([results["act"]]).entries[1].result is not None
 
-    def test_a_run_from_before_there_was_a_guard_goes_on_without(self, tmp_path):
-        unasked = plan_of(guard="act", changes={})
+    def test_run_older_than_the_guard_resumes_without_it(self, tmp_path):
+        unasked = make_plan(guard="act", changes={})
         unasked = replace(unasked, request=replace(unasked.request, guard="auto"))
         events = Run(replace(unasked, guard="record"), tmp_path / "run").events()
         next(event for event in events if isinstance(event, StageFinished))
@@ -408,37 +408,37 @@ class TestPlan:
         resumed = Run(unasked, tmp_path / "run")
         assert resumed.plan.guard == "record"
         assert resumed.execute().matrix.complete
-        asked = replace(unasked, request=replace(unasked.request, guard="act"))
+        requested = replace(unasked, request=replace(unasked.request, guard="act"))
         with pytest.raises(RunDirectoryError, match="guard: off or record there, act requested"):
-            Run(asked, tmp_path / "run").execute()
+            Run(requested, tmp_path / "run").execute()
 
-    def test_a_guarded_run_is_not_taken_up_without_its_guard(self, tmp_path):
-        Run(plan_of(guard="act", changes={}), tmp_path / "run").execute()
+    def test_guarded_run_is_not_resumed_unguarded(self, tmp_path):
+        Run(make_plan(guard="act", changes={}), tmp_path / "run").execute()
         with pytest.raises(RunDirectoryError, match="guard: act there, off or record requested"):
-            Run(plan_of(guard="off", changes={}), tmp_path / "run").execute()
+            Run(make_plan(guard="off", changes={}), tmp_path / "run").execute()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A run in which a stage was undone, and what was said meanwhile."""
-    folder, told = tmp_path_factory.mktemp("told") / "run", io.StringIO()
-    plan = plan_of(domains=("ink", bad_domain("noise"), "fog"), changes={})
-    follow(Run(plan, folder), Console(file=told, width=400), quiet=False)
-    return read_run(folder), told.getvalue()
+def guarded_run(tmp_path_factory):
+    """A run with a rolled-back stage, and its output."""
+    folder, output = tmp_path_factory.mktemp("guarded") / "run", io.StringIO()
+    plan = make_plan(domains=("ink", bad_domain("noise"), "fog"), changes={})
+    follow(Run(plan, folder), Console(file=output, width=400), quiet=False)
+    return read_run(folder), output.getvalue()
 
 
 class TestTold:
-    def test_a_paragraph_says_what_why_and_what_to_do(self, made):
-        lines = made[1].splitlines()
+    def test_rollback_message_says_what_why_and_what_to_do(self, guarded_run):
+        lines = guarded_run[1].splitlines()
         (start,) = (place for place, line in enumerate(lines) if "rolled back" in line)
         (end,) = (place for place, line in enumerate(lines) if "learns from them anyway." in line)
-        told = lines[start : end + 1]
-        assert "bad was rolled back: its images are noise or blank" in " ".join(map(str.strip, told))
-        assert "--guard off" in " ".join(map(str.strip, told))
-        assert all(line.startswith("  ") and len(line) <= 80 for line in told)
+        paragraph = lines[start : end + 1]
+        assert "bad was rolled back: its images are noise or blank" in " ".join(map(str.strip, paragraph))
+        assert "--guard off" in " ".join(map(str.strip, paragraph))
+        assert all(line.startswith("  ") and len(line) <= 80 for line in paragraph)
 
-    def test_reports_and_results_have_it(self, made, tmp_path):
-        record, _ = made
+    def test_reports_and_results_show_the_rollback(self, guarded_run, tmp_path):
+        record, _ = guarded_run
         page = write_report([record], tmp_path).read_text()
         assert "Did every stage do good?" in page
         assert "<strong>bad</strong> was rolled back (shot" in page and "): its images are noise" in page
@@ -449,23 +449,23 @@ class TestTold:
         assert json.loads((tmp_path / "result.json").read_text())["journal"][1]["guard"]["rolled_back"] is True
         assert read_run(tmp_path / "result.json").rollbacks == record.rollbacks
 
-    def test_reports_of_runs_without_a_guard_say_nothing_of_it(self, tmp_path):
-        record = Run(plan_of(guard="off", changes={}), tmp_path / "run").execute()
+    def test_unguarded_reports_do_not_mention_the_guard(self, tmp_path):
+        record = Run(make_plan(guard="off", changes={}), tmp_path / "run").execute()
         assert "Did every stage do good?" not in write_report([record], tmp_path / "report").read_text()
 
-    def test_quiet_is_not_silent_about_it(self, tmp_path):
-        put(tmp_path / "day", images(count=8, seed=1))
+    def test_quiet_still_reports_the_rollback(self, tmp_path):
+        write_files(tmp_path / "day", image_files(count=8, seed=1))
         chance = np.random.default_rng(0)
         noise = (Image.fromarray(chance.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(30))
-        put(tmp_path / "noise", {f"{k}.png": encoded(picture, "PNG") for k, picture in enumerate(noise)})
+        write_files(tmp_path / "noise", {f"{k}.png": encode(picture, "PNG") for k, picture in enumerate(noise)})
         how = ["folders", "--source", tmp_path / "day", "--targets", tmp_path / "noise", *OPTIONS, "--quiet"]
         result = command("run", *how, "--out", tmp_path / "run")
         assert (result.code, result.out) == (0, "")
         assert "note: " in result.err and "the guard rolled back noise: its images are noise" in result.err
 
-    def test_the_command_line_has_it(self, tmp_path):
-        put(tmp_path / "day", images(count=8, seed=1))
-        put(tmp_path / "rain", images(count=8, seed=2))
+    def test_command_line_has_a_guard_option(self, tmp_path):
+        write_files(tmp_path / "day", image_files(count=8, seed=1))
+        write_files(tmp_path / "rain", image_files(count=8, seed=2))
         how = ["run", "folders", "--source", tmp_path / "day", "--targets", tmp_path / "rain", *OPTIONS, "--quiet"]
         assert command(*how, "--out", tmp_path / "a", "-m", "source-only").code == 0
         assert json.loads((tmp_path / "a" / "config.json").read_text())["guard"] == "act"

@@ -34,11 +34,11 @@ def is_harmless(text: str) -> bool:
 
 
 @pytest.fixture
-def refused(here):
-    """Runs a command that must be refused; returns what it said."""
+def assert_error(here):
+    """Runs a command that must fail; returns its message."""
     around = here.parent
 
-    def run_it(*arguments, told=()):
+    def run_it(*arguments, expected=()):
         before = {**files_of(around), **{folder: b"" for folder, _, _ in os.walk(around)}}
         result = ratp(*arguments)
         assert result.code == 2, result
@@ -47,7 +47,7 @@ def refused(here):
         assert "Traceback" not in result.err
         assert len(result.err) < 3000
         assert is_harmless(result.err)
-        for words in told:
+        for words in expected:
             assert words in result.err
         assert {**files_of(around), **{folder: b"" for folder, _, _ in os.walk(around)}} == before
         return result.err

@@ -46,41 +46,41 @@ def write(path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_a_run(bomb, name, run, refused):
+def test_run_file(bomb, name, run, assert_error):
     write(run / name, BOMBS[bomb])
-    refused("report", "run", told=[f"run/{name}", "damaged"])
+    assert_error("report", "run", expected=[f"run/{name}", "damaged"])
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_line_of_a_journal(bomb, run, refused):
+def test_journal_line(bomb, run, assert_error):
     lines = (run / "journal.jsonl").read_text().splitlines()
     write(run / "journal.jsonl", "\n".join([lines[0], BOMBS[bomb], *lines[1:]]))
-    refused("report", "run", told=["journal.jsonl:2 is damaged"])
+    assert_error("report", "run", expected=["journal.jsonl:2 is damaged"])
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_result(bomb, here, refused):
+def test_result_file(bomb, here, assert_error):
     write(here / "result.json", BOMBS[bomb])
-    refused("report", "result.json", told=["result.json"])
+    assert_error("report", "result.json", expected=["result.json"])
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_manifest(bomb, here):
+def test_manifest(bomb, here):
     write(here / "manifest.json", BOMBS[bomb])
     with pytest.raises(RatpError, match=r"manifest\.json"):
         read_manifest(here / "manifest.json")
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_the_mark_of_a_study(bomb, here, refused):
+def test_study_marker(bomb, here, assert_error):
     file = study_file(here, grid('methods = ["source-only"]'))
     (here / "runs").mkdir()
     write(here / "runs" / "study.json", BOMBS[bomb])
-    refused("study", "run", file, "--out", "runs", told=["study.json"])
+    assert_error("study", "run", file, "--out", "runs", expected=["study.json"])
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_whoever_holds_a_folder(bomb, here):
+def test_lock_holder(bomb, here):
     """What a lock's file says is only for the message."""
     with exclusive(here):
         write(here / LOCK_FILE, BOMBS[bomb])
@@ -89,20 +89,20 @@ def test_whoever_holds_a_folder(bomb, here):
 
 
 @pytest.mark.parametrize("name", [*FILES, "journal.jsonl"])
-def test_a_pipe_that_nobody_writes_to(name, run, refused):
+def test_pipe_without_writer(name, run, assert_error):
     (run / name).unlink()
     os.mkfifo(run / name)
-    refused("report", "run", told=[name])
+    assert_error("report", "run", expected=[name])
 
 
 @pytest.mark.parametrize("name", [*FILES[1:], "journal.jsonl"])
-def test_a_device_without_end(name, run, refused):
+def test_endless_device(name, run, assert_error):
     (run / name).unlink()
     (run / name).symlink_to("/dev/zero")
-    refused("report", "run", told=[f"{name}: it is a pipe or a device"])
+    assert_error("report", "run", expected=[f"{name}: it is a pipe or a device"])
 
 
-def test_a_file_larger_than_any(run):
+def test_oversized_file(run):
     with (run / "matrix.json").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(RatpError, match="1,099,511,627,776 bytes"):
@@ -123,11 +123,11 @@ def places(value, at=()):
             yield from places(value[number], (*at, number))
 
 
-def put(value, at, new):
+def replace_at(value, at, new):
     if not at:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[at[0]] = put(value[at[0]], at[1:], new)
+    copy[at[0]] = replace_at(value[at[0]], at[1:], new)
     return copy
 
 
@@ -145,13 +145,13 @@ def report(run):
 
 
 @pytest.mark.parametrize("name", [*FILES, "journal.jsonl"])
-def test_something_else_at_any_place_is_refused_or_shown(name, run):
+def test_wrong_value_anywhere_is_refused_or_shown(name, run):
     whole = (run / name).read_text()
     lines = name == "journal.jsonl"
     data = {e["event"]: e for e in map(json.loads, whole.splitlines())} if lines else json.loads(whole)
     tried = list(places(data))[1:]
     for number, at in enumerate(tried):
-        changed = put(data, at, ODD[number % len(ODD)])
+        changed = replace_at(data, at, ODD[number % len(ODD)])
         text = "\n".join(map(json.dumps, changed.values())) if lines else json.dumps(changed)
         (run / name).write_text(text)
         with suppress(RatpError):
@@ -159,7 +159,7 @@ def test_something_else_at_any_place_is_refused_or_shown(name, run):
     assert len(tried) > 5
 
 
-def test_the_report_s_pictures_stand_odd_numbers(run):
+def test_report_pictures_survive_odd_numbers(run):
     """A probe of a domain that is none, a stage beyond the last, a time before the first."""
     with (run / "journal.jsonl").open("a") as file:
         for event in (

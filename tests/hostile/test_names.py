@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from helpers import ratp
-from own_images import OPTIONS, images, put, zipped
+from own_images import OPTIONS, image_files, write_files, write_zip
 from ratp.cli.console import PlainConsole, stdout
 from ratp.errors import Note, print_plainly, printable
 from ratp.runs.record import read_run
@@ -44,8 +44,8 @@ def assert_no_markup(page):
 def test_classes_domains_and_files_of_own_images(here):
     """From the folders of a user to the page: what was a name is still only that."""
     names = ("<b>x</b>", f"{ORDERS}&amp;")
-    put(here / "<i>day", images(names, count=4))
-    put(here / f"night{ORDERS.replace('/', '')}", images(names, count=4, seed=1))
+    write_files(here / "<i>day", image_files(names, count=4))
+    write_files(here / f"night{ORDERS.replace('/', '')}", image_files(names, count=4, seed=1))
     targets = f"night{ORDERS}"
     shown = ratp("run", "folders", "--source", "<i>day", "--targets", targets, *OPTIONS, "--method", "source-only",
                  "--weights", "none", "--out", "out", "--features")  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_title_of_a_study(title, here):
 
 
 @pytest.mark.parametrize("words", [f"\x1b[31mred{ORDERS}", "two\nlines\x1b[A"])
-def test_a_console_gives_names_no_say(words):
+def test_console_ignores_markup_in_names(words):
     file = io.StringIO()
     console = PlainConsole(file=file, width=60, color_system=None)
     table = Table("name")
@@ -109,7 +109,7 @@ def test_a_console_gives_names_no_say(words):
     assert file.getvalue() == printable(file.getvalue())
 
 
-def test_it_still_has_colours_of_its_own():
+def test_console_keeps_its_own_colours():
     file = io.StringIO()
     console = PlainConsole(file=file, force_terminal=True, color_system="standard", width=60)
     console.print("[red]x\x1b[2J[/]")
@@ -117,16 +117,16 @@ def test_it_still_has_colours_of_its_own():
     assert "\x1b[2J" not in file.getvalue()
 
 
-def test_that_is_the_console_of_the_command_line():
+def test_command_line_uses_this_console():
     assert isinstance(stdout(), PlainConsole)
 
 
-def test_a_warning_gives_names_no_say(monkeypatch):
+def test_warning_ignores_markup_in_names(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     print_plainly()
-    said = warnings.formatwarning(Note(f"a class is called {ORDERS}"), Note, "file.py", 1)
-    assert said.startswith("note: a class is called ")
-    assert said == printable(said)
+    text = warnings.formatwarning(Note(f"a class is called {ORDERS}"), Note, "file.py", 1)
+    assert text.startswith("note: a class is called ")
+    assert text == printable(text)
 
 
 OPENED = (
@@ -138,10 +138,10 @@ OPENED = (
 
 @pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "a/../../outside.png", "C:\\outside.png"])
 @pytest.mark.parametrize("words", OPENED)
-def test_members_that_lead_out(name, words, here):
-    pictures = images()
+def test_members_with_path_traversal(name, words, here):
+    pictures = image_files()
     for zip_ in ("in.zip", "in2.zip"):
-        zipped(here / zip_, {**pictures, name: next(iter(pictures.values()))})
+        write_zip(here / zip_, {**pictures, name: next(iter(pictures.values()))})
     result = ratp(*words)
     assert result.code in (1, 2), result
     assert "Traceback" not in result.err

@@ -81,7 +81,7 @@ def test_what_is_said_of_a_group(study):
 
 
 @pytest.mark.parametrize(
-    ("differences", "said"),
+    ("differences", "expected"),
     [
         ((2.0, 2.1, 1.9), "confirmed"),
         ((-2.0, -2.1, -1.9), "refuted"),
@@ -92,8 +92,8 @@ def test_what_is_said_of_a_group(study):
         ((-0.03,), "a tie with one seed"),
     ],
 )
-def test_verdicts(differences, said):
-    assert tool.verdict(paired(dict(enumerate(differences)), dict.fromkeys(range(3), 0.0))) == said
+def test_verdicts(differences, expected):
+    assert tool.verdict(paired(dict(enumerate(differences)), dict.fromkeys(range(3), 0.0))) == expected
 
 
 def test_swept_values_are_sorted_and_the_usual_one_is_bold(tmp_path):

@@ -9,7 +9,7 @@ from helpers import same_tensors, toy_domain, toy_method, toy_plan
 from ratp.functional.norm import batch_norms, by_batch
 
 
-def built(**changes):
+def build_method(**changes):
     method, source, targets = toy_method(toy_plan("adabn", changes=changes))
     method.fit_source(source)
     return method, [target.unlabelled() for target in targets]
@@ -20,7 +20,7 @@ def weights(method):
 
 
 def test_no_number_of_the_network_changes():
-    method, targets = built()
+    method, targets = build_method()
     before = weights(method)
     for target in targets:
         method.adapt(target)
@@ -30,7 +30,7 @@ def test_no_number_of_the_network_changes():
 
 
 def test_it_is_the_source_model_by_batch_statistics():
-    method, (target, _) = built()
+    method, (target, _) = build_method()
     source_model = method.predict(target.images)
     with torch.no_grad(), by_batch(method.network.eval()):
         expected = method.network(method.scaling(target.images)).logits
@@ -41,7 +41,7 @@ def test_it_is_the_source_model_by_batch_statistics():
 
 class TestRunning:
     def test_statistics_are_the_mean_over_the_batches_of_the_last_target(self):
-        method, targets = built(eval_bn="running")
+        method, targets = build_method(eval_bn="running")
         before = weights(method)
         method.adapt(targets[0])
         seen = []
@@ -60,7 +60,7 @@ class TestRunning:
         assert all(layer.momentum == 0.1 for layer in batch_norms(method.network).values())
 
     def test_predictions_use_them_image_by_image(self):
-        method, (target, _) = built(eval_bn="running")
+        method, (target, _) = build_method(eval_bn="running")
         before = method.predict(target.images)
         method.adapt(target)
         after = method.predict(target.images)
@@ -71,7 +71,7 @@ class TestRunning:
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
 def test_one_image_has_no_statistics(statistics):
-    method, _ = built(eval_bn=statistics)
+    method, _ = build_method(eval_bn=statistics)
     before = weights(method)
     method.adapt(toy_domain("dot", 1).unlabelled())
     assert same_tensors(method.network.state_dict(), before)

@@ -26,14 +26,14 @@ FEW = {"queue": 20}
 PLAIN_SGD = {"sgd.momentum": 0.0, "sgd.nesterov": False, "sgd.weight_decay": 0.0, "rate": 0.1}
 
 
-def built(trained=True, domains=None, **changes):
+def build_method(trained=True, domains=None, **changes):
     method, source, targets = toy_method(toy_plan("adacon", domains, changes=FEW | changes))
     if trained:
         method.fit_source(source)
     return method, [target.unlabelled() for target in targets]
 
 
-def copied(module):
+def snapshot(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -73,7 +73,7 @@ class TestSource:
 @pytest.mark.parametrize("replay", ["none", "separate"])
 def test_a_step_by_hand(replay):
     """Order: labels, momentum network, keys, loss with the queue as it was, step, queue, bank."""
-    method, (target, _) = built(replay=replay, momentum=0.9, **PLAIN_SGD)
+    method, (target, _) = build_method(replay=replay, momentum=0.9, **PLAIN_SGD)
     network, config = deepcopy(method.network), method.config
     images = batches_of(method, target)[0]
     bank_order = torch.randperm(len(target), generator=method.setting.randomness.generator("bank", 1))
@@ -117,22 +117,22 @@ def test_a_step_by_hand(replay):
 
 class TestMomentum:
     def test_it_follows_what_the_network_was_before_the_step(self):
-        method, (target, _) = built(momentum=0.9)
-        source = copied(method.network)
+        method, (target, _) = build_method(momentum=0.9)
+        source = snapshot(method.network)
         (phase,) = method.target_phases(target)
         phase.begin()
         phase.begin_epoch(0)
         phase.step()
         for name, parameter in method.slow.named_parameters():
             torch.testing.assert_close(parameter.detach(), source[name])
-        after_one = copied(method.network)
+        after_one = snapshot(method.network)
         phase.step()
         for name, parameter in method.slow.named_parameters():
             torch.testing.assert_close(parameter.detach(), 0.9 * source[name] + 0.1 * after_one[name])
 
     def test_its_statistics_stay(self):
-        method, (target, _) = built()
-        source = copied(method.network)
+        method, (target, _) = build_method()
+        source = snapshot(method.network)
         method.adapt(target)
         running = [name for name in source if "running" in name]
         assert all(torch.equal(method.slow.state_dict()[name], source[name]) for name in running)
@@ -141,14 +141,14 @@ class TestMomentum:
 
 class TestQueue:
     def test_it_starts_with_random_directions_and_labels(self):
-        method, _ = built(queue=4000)
+        method, _ = build_method(queue=4000)
         keys, labels = method._noise().columns
         torch.testing.assert_close(keys.norm(dim=1), torch.ones(4000))
         assert keys.mean(dim=0).abs().max() < 0.05
         assert labels.bincount().min() > 850
 
     def test_the_pointer_wraps_and_goes_on_from_target_to_target(self):
-        method, targets = built()
+        method, targets = build_method()
         method.adapt(targets[0])
         assert method.queue.pointer == len(targets[0]) % 20
         kept = method.queue
@@ -157,15 +157,15 @@ class TestQueue:
         assert method.queue.pointer == (len(targets[0]) + len(targets[1])) % 20
 
     def test_a_batch_may_be_larger_than_it(self):
-        method, targets = built(queue=3)
+        method, targets = build_method(queue=3)
         for target in targets:
             method.adapt(target)
         assert all_finite(method.state())
 
-    def test_all_may_begin_again_with_every_target(self):
-        method, targets = built(reset=True)
+    def test_state_can_restart_with_every_target(self):
+        method, targets = build_method(reset=True)
         method.adapt(targets[0])
-        network = copied(method.network)
+        network = snapshot(method.network)
         (phase,) = method.target_phases(targets[1])
         assert method.queue.pointer == 0
         assert same_tensors(method.slow.state_dict(), network)
@@ -178,7 +178,7 @@ class TestQueue:
 class TestBank:
     def test_it_holds_the_target_or_a_random_part_of_it(self):
         for size, expected in ((100, 32), (10, 10)):
-            method, (target, _) = built(bank=size)
+            method, (target, _) = build_method(bank=size)
             (phase,) = method.target_phases(target)
             phase.begin()
             phase.begin_epoch(0)
@@ -188,14 +188,14 @@ class TestBank:
             torch.testing.assert_close(predictions.sum(dim=1), torch.ones(expected))
 
     def test_it_is_a_ring(self):
-        method, (target, _) = built(bank=10)
+        method, (target, _) = build_method(bank=10)
         method.adapt(target)
         assert method.bank.pointer == len(target) % 10
         assert method.bank.filled == 10
 
     def test_an_answer_is_the_mean_prediction_of_neighbours(self):
         """All of one class in the bank: all of that class."""
-        method, (target, _) = built(neighbours=3)
+        method, (target, _) = build_method(neighbours=3)
         (phase,) = method.target_phases(target)
         phase.begin()
         phase.begin_epoch(0)
@@ -206,23 +206,23 @@ class TestBank:
     def test_without_a_look_images_are_labelled_as_predicted_at_first(self, monkeypatch):
         monkeypatch.setattr(adacontrast, "UNASKED", 16)
         for by_hand in (True, False):
-            asked = []
+            lookups = []
             monkeypatch.setattr(
                 adacontrast,
                 "neighbour_mean",
-                lambda *a: asked.append(len(a[1])) or neighbour_mean(*a),  # noqa: B023
+                lambda *a: lookups.append(len(a[1])) or neighbour_mean(*a),  # noqa: B023
             )
-            method, (target, _) = built(first_look=False)
+            method, (target, _) = build_method(first_look=False)
             if by_hand:
                 for part in target.images.split(8):
                     method.observe(part)
             else:
                 method.adapt(target)
-            assert asked == [16, 24]
+            assert lookups == [16, 24]
             assert method.bank.filled == 32
 
     def test_the_first_answer_without_a_look_is_the_networks_own(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         network, images = deepcopy(method.network), target.images[:8]
         weak = method.scaling.unit(method._weak(images, method.setting.generator("views", 1)))
         with torch.no_grad(), by_batch(network.eval()):
@@ -232,7 +232,7 @@ class TestBank:
 
 class TestPass:
     def test_the_rate_falls_over_the_pass(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         (phase,) = method.target_phases(target)
         phase.begin()
         phase.begin_epoch(0)
@@ -244,7 +244,7 @@ class TestPass:
 
     def test_it_is_constant_if_asked_or_by_hand(self):
         for changes, by_hand in (({"decay": "constant"}, False), ({}, True)):
-            method, (target, _) = built(**changes)
+            method, (target, _) = build_method(**changes)
             if by_hand:
                 for part in target.images.split(8):
                     method.observe(part)
@@ -253,9 +253,9 @@ class TestPass:
             assert method._optimiser._lr == 2e-2
 
     def test_images_shown_after_a_target_are_learnt_from(self):
-        method, targets = built()
+        method, targets = build_method()
         method.adapt(targets[0])
-        before = copied(method.network)
+        before = snapshot(method.network)
         method.observe(targets[1].images[:8])
         assert not torch.equal(method.network.prototypes, before["classifier.weight"])
         assert method._optimiser._lr == 2e-2
@@ -263,21 +263,21 @@ class TestPass:
     def test_weights_of_the_terms(self):
         """With none there is no step but weight decay's."""
         off = {"label_weight": 0.0, "contrast_weight": 0.0, "diversity_weight": 0.0, "replay": "none"}
-        method, (target, _) = built(**off, **PLAIN_SGD)
+        method, (target, _) = build_method(**off, **PLAIN_SGD)
         before = {name: p.detach().clone() for name, p in method.network.named_parameters()}
         method.adapt(target)
         after = {name: p.detach() for name, p in method.network.named_parameters()}
         assert same_tensors(before, after)
         for name in ("label_weight", "contrast_weight", "diversity_weight"):
-            method, _ = built(**off | {name: 1.0}, **PLAIN_SGD)
+            method, _ = build_method(**off | {name: 1.0}, **PLAIN_SGD)
             method.adapt(target)
             changed = {n for n, p in method.network.named_parameters() if not torch.equal(p, before[n])}
             assert "bottleneck.0.weight" in changed
             assert ("classifier.weight" in changed) == (name != "contrast_weight")
 
     def test_everything_learns_and_stays_finite(self):
-        method, targets = built()
-        before = copied(method.network)
+        method, targets = build_method()
+        before = snapshot(method.network)
         for target in targets:
             method.adapt(target)
         after = method.network.state_dict()
@@ -287,13 +287,13 @@ class TestPass:
     def test_exemplars_have_no_part_in_running_statistics(self):
         ends = []
         for replay in ("none", "separate"):
-            method, (target, _) = built(replay=replay)
+            method, (target, _) = build_method(replay=replay)
             one_step(method, target)
             ends.append({n: layer.running_mean.clone() for n, layer in batch_norms(method.network).items()})
         assert same_tensors(*ends)
 
     def test_modules_are_left_in_evaluation_mode(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         method.adapt(target)
         assert not any(module.training for module in method.network.modules())
 
@@ -301,32 +301,32 @@ class TestPass:
 class TestEdges:
     @pytest.mark.parametrize("memory", [0, 3])
     def test_an_empty_memory_is_no_matter(self, memory):
-        method, (target, _) = built(memory=memory)
+        method, (target, _) = build_method(memory=memory)
         assert len(method.memory) == 0
         method.adapt(target)
         assert all_finite(method.state())
 
     @pytest.mark.parametrize("count", [1, 2, 9])
     def test_small_targets(self, count):
-        method, _ = built()
-        before = copied(method.network)
+        method, _ = build_method()
+        before = snapshot(method.network)
         method.adapt(toy_domain("dot", count).unlabelled())
         assert all_finite(method.state())
         assert same_tensors(method.network.state_dict(), before) == (count == 1)
 
     def test_one_image_is_predicted_and_not_learnt(self):
-        method, (target, _) = built()
-        before = copied(method.network)
+        method, (target, _) = build_method()
+        before = snapshot(method.network)
         assert torch.equal(method.observe(target.images[:1]), method.predict(target.images[:1]))
         assert same_tensors(method.network.state_dict(), before)
 
     def test_a_target_of_one_class(self):
-        method, _ = built()
+        method, _ = build_method()
         method.adapt(toy_domain("same", 20, classes=(2,)).unlabelled())
         assert all_finite(method.state())
 
-    def test_a_very_sure_network_gives_numbers(self):
-        method, (target, _) = built()
+    def test_very_confident_network_gives_finite_values(self):
+        method, (target, _) = build_method()
         with torch.no_grad():
             method.network.prototypes.mul_(1e4)
         logits = method.observe(target.images[:8])
@@ -339,20 +339,20 @@ class TestEdges:
         with pytest.raises(ConfigError, match="needs square images, got 32×40"):
             AdaContrast(setting, AdaContrastConfig())
 
-    def test_values_out_of_range_are_told(self):
+    def test_out_of_range_values_are_reported(self):
         with pytest.raises(ConfigError, match=r"momentum must be at most 1, got 1\.5"):
-            built(trained=False, momentum=1.5)
+            build_method(trained=False, momentum=1.5)
         with pytest.raises(ConfigError, match=r"blur must be at most 1, got 1\.5"):
-            built(trained=False, **{"strong.blur": 1.5})
+            build_method(trained=False, **{"strong.blur": 1.5})
 
 
 class TestState:
-    def test_a_stage_after_its_state_was_taken_back(self):
-        straight, targets = built()
+    def test_stage_after_restoring_state(self):
+        straight, targets = build_method()
         for stage in range(2):
             state = {name: tensor.clone() for name, tensor in straight.state().items()}
             straight.adapt(targets[stage])
-            resumed, _ = built(trained=False)
+            resumed, _ = build_method(trained=False)
             resumed.load_state(state)
             assert same_tensors(resumed.state(), state)
             kept = {name: tensor.clone() for name, tensor in state.items()}
@@ -361,7 +361,7 @@ class TestState:
             assert same_tensors(state, kept)  # it writes into copies
 
     def test_a_state_from_before_the_first_target_forgets_later_ones(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         state = {name: tensor.clone() for name, tensor in method.state().items()}
         method.adapt(target)
         method.load_state(state)
@@ -370,7 +370,7 @@ class TestState:
 
 @pytest.mark.parametrize("statistics", ["running", "batch"])
 def test_it_is_measured_with_statistics_it_learnt_or_by_batch(statistics):
-    method, (target, _) = built(eval_bn=statistics)
+    method, (target, _) = build_method(eval_bn=statistics)
     method.adapt(target)
     network = deepcopy(method.network).eval()
     with torch.no_grad():

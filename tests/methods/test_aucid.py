@@ -17,7 +17,7 @@ LEARNING = {**checks.LEARNING, "lr": 0.05, "epochs": 8}
 
 
 def after_source(**changes):
-    method, source, targets = checks.built(NAME, **changes)
+    method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     return method, source, targets
 
@@ -46,7 +46,7 @@ class TestExemplars:
 
     def test_the_memory_never_exceeds_its_size(self):
         domains = toy_domains(ink=60, mud=50, fog=40, dew=30)
-        method, source, targets = checks.built(NAME, domains, confidence=0.0)
+        method, source, targets = checks.build_method(NAME, domains, confidence=0.0)
         method.fit_source(source)
         sizes = [len(method.memory)]
         for target in targets:
@@ -70,7 +70,7 @@ class TestMixture:
         method, _, targets = after_source(**LEARNING, confidence=0.5)
         before = method.mixture
         (phase,) = method.target_phases(targets[0])
-        record = checks.run_out([phase])[-1]
+        record = checks.run_phases([phase])[-1]
         embedding, probabilities = embed_all(method.network, method.setting, targets[0].images)
         confidence, predicted = probabilities.max(dim=1)
         sure = confidence > 0.5
@@ -84,7 +84,7 @@ class TestMixture:
 
     def test_without_confidence_it_and_the_memory_stay(self):
         method, _, targets = after_source(**LEARNING, confidence=1.0)
-        mixture, memory = method.mixture.state(), checks.copy(method.memory.state())
+        mixture, memory = method.mixture.state(), checks.snapshot(method.memory.state())
         method.adapt(targets[0])
         assert same_tensors(method.mixture.state(), mixture)
         assert method.memory.seen == method.stage == 2
@@ -138,7 +138,7 @@ class TestStep:
 
     def test_everything_learns(self):
         (method, phase), _ = self.twins()
-        before = checks.copy(method.network.state_dict())
+        before = checks.snapshot(method.network.state_dict())
         phase.step()
         after = method.network.state_dict()
         assert not any(torch.equal(after[n], before[n]) for n in after if n.endswith("weight"))
@@ -157,8 +157,8 @@ class TestStep:
             with ReadBack():
                 phase.step()
             assert torch.equal(torch.random.get_rng_state(), chance)
-            drawn = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
-            assert all(drawn)
+            moved = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
+            assert all(moved)
             assert any(method.network.backbone[2].generator is generator for generator in phase.generators)
 
 
@@ -166,7 +166,7 @@ def test_small_domains():
     """One image, fewer images than classes, one class; a memory of none or one; every image and none confident."""
     tiny = [toy_domain("ink"), toy_domain("mud", 1), toy_domain("fog", 3), toy_domain("dew", 9, classes=(2,))]
     for changes in ({}, {"memory": 0}, {"memory": 4, "confidence": 0.0}, {"confidence": 1.0}, {"confidence": 0.0}):
-        method, source, targets = checks.built(NAME, tiny, **changes)
+        method, source, targets = checks.build_method(NAME, tiny, **changes)
         method.fit_source(source)
         for target in targets:
             method.adapt(target)
@@ -174,10 +174,10 @@ def test_small_domains():
 
 
 def test_with_neither_mixture_nor_memory_nothing_happens():
-    method, source, targets = checks.built(NAME, memory=0)
+    method, source, targets = checks.build_method(NAME, memory=0)
     method.fit_source(source)
     method.mixture = fit_mixture(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64), 4, 1e-3)
-    before = checks.copy(method.network.state_dict())
+    before = checks.snapshot(method.network.state_dict())
     (phase,) = method.target_phases(targets[0])
     phase.begin()
     phase.begin_epoch(0)
@@ -186,9 +186,9 @@ def test_with_neither_mixture_nor_memory_nothing_happens():
     assert all(torch.equal(parameters[name], before[name]) for name in parameters)
 
 
-def test_a_source_learnt_not_at_all_gives_no_numbers_that_are_none():
+def test_unlearnt_source_gives_finite_values():
     """All images predicted wrong: no component, and exemplars all the same."""
-    method, source, targets = checks.built(NAME, epochs=1, steps=1)
+    method, source, targets = checks.build_method(NAME, epochs=1, steps=1)
     labels = (method.predict(source.images).argmax(dim=1) + 1) % 4
     phases = method.source_phases(type(source)(source.name, source.images, labels, source.classes))
     phases[0].finish()

@@ -14,8 +14,8 @@ from ratp.methods.bmd import dynamic_loss
 NAME = "bmd"
 
 
-def begun(**changes):
-    method, source, targets = checks.built(NAME, **changes)
+def start_target(**changes):
+    method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     phase.begin()
@@ -58,7 +58,7 @@ def test_parameters_go_by_type():
 
 
 def test_labels_count_from_the_second_epoch():
-    _, phase = begun()
+    _, phase = start_target()
     first = phase.step()
     assert first["static"] == first["dynamic"] == 0
     assert first["diversity"] < 0 < first["entropy"]
@@ -69,7 +69,7 @@ def test_labels_count_from_the_second_epoch():
 
 
 def test_centres_move_a_little_with_every_step_and_are_new_every_epoch():
-    _, phase = begun(decay=0.9)
+    _, phase = start_target(decay=0.9)
     place, before = phase._centres.data_ptr(), phase._centres.clone()
     phase.step()
     moved = phase._centres.clone()
@@ -81,7 +81,7 @@ def test_centres_move_a_little_with_every_step_and_are_new_every_epoch():
 
 
 def test_with_a_decay_of_one_they_stay():
-    _, phase = begun(decay=1.0)
+    _, phase = start_target(decay=1.0)
     before = phase._centres.clone()
     phase.step()
     torch.testing.assert_close(phase._centres, before)
@@ -97,7 +97,7 @@ def test_the_dynamic_loss_is_symmetric_and_finite():
 
 
 def test_replayed_images_have_no_dynamic_label():
-    method, phase = begun()
+    method, phase = start_target()
     phase.begin_epoch(1)
     batch = phase.batches.draw(8)
     output = method.network.eval()(batch.images)

@@ -19,18 +19,18 @@ FEW = {"views": 3}
 PLAIN_SGD = {"step.optimiser": "sgd", "step.rate": 0.1, "step.momentum": 0.0, "nesterov": False}
 
 
-def built(trained=True, domains=None, **changes):
+def build_method(trained=True, domains=None, **changes):
     method, source, targets = toy_method(toy_plan("cotta", domains, changes=FEW | changes))
     if trained:
         method.fit_source(source)
     return method, [target.unlabelled() for target in targets]
 
 
-def copied(module):
+def snapshot(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def counting(method):
+def count_teacher_passes(method):
     """Counts the teacher's forward passes from now on, after the other networks were copied from it."""
     method._begin()
     seen = []
@@ -45,24 +45,24 @@ def logits_of(network, inputs):
 
 class TestTarget:
     def test_a_sure_anchor_means_exactly_one_teacher_pass(self):
-        method, (target, _) = built(threshold=0.0)
+        method, (target, _) = build_method(threshold=0.0)
         expected = logits_of(method.network, method.scaling(target.images[:8])).detach()
-        seen = counting(method)
+        seen = count_teacher_passes(method)
         assert torch.equal(method.observe(target.images[:8]), expected)
         assert seen == [8]
 
     def test_confidence_at_the_threshold_is_sure(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         inputs = method.scaling(target.images[:8])
         confidence = logits_of(method.network, inputs).softmax(dim=1).amax(dim=1).mean().item()
         for threshold, passes in ((confidence, 1), (confidence + 1e-4, 3)):
-            method, _ = built(threshold=threshold)
-            seen = counting(method)
+            method, _ = build_method(threshold=threshold)
+            seen = count_teacher_passes(method)
             method.observe(target.images[:8])
             assert len(seen) == passes
 
     def test_an_unsure_one_means_the_mean_logits_of_views(self):
-        method, (target, _) = built(threshold=1.0)
+        method, (target, _) = build_method(threshold=1.0)
         teacher, images = deepcopy(method.network), target.images[:8]
         changes, view = method.setting.generator("views", 1), CoTTAView(0.0)
         with torch.no_grad():
@@ -72,16 +72,16 @@ class TestTarget:
     @pytest.mark.parametrize("at_once", [2, 3, 5])
     def test_several_views_at_once_are_batches_of_their_own(self, at_once, monkeypatch):
         """With views that leave images as they are, all have the logits of one."""
-        method, (target, _) = built(threshold=1.0, views=5)
+        method, (target, _) = build_method(threshold=1.0, views=5)
         monkeypatch.setattr(method, "_views_at_once", lambda images: at_once)
         monkeypatch.setattr(method, "_view", lambda images, generator: images)
-        expected, seen = logits_of(method.network, method.scaling(target.images[:8])), counting(method)
+        expected, seen = logits_of(method.network, method.scaling(target.images[:8])), count_teacher_passes(method)
         torch.testing.assert_close(method.observe(target.images[:8]), expected)
         assert len(seen) == -(-5 // at_once)
 
     def test_the_record_says_how_often(self):
         for threshold, share in ((0.0, 0.0), (1.0, 1.0)):
-            method, (target, _) = built(threshold=threshold)
+            method, (target, _) = build_method(threshold=threshold)
             (phase,) = method.target_phases(target)
             phase.begin()
             phase.begin_epoch(0)
@@ -94,7 +94,7 @@ class TestTarget:
 @pytest.mark.parametrize("replay", ["none", "separate"])
 def test_a_step_by_hand(loss, replay):
     """Plain SGD on all weights of the student, then the teacher follows, then nothing is put back."""
-    method, (target, _) = built(threshold=0.0, restore=0.0, teacher=0.9, loss=loss, replay=replay, **PLAIN_SGD)
+    method, (target, _) = build_method(threshold=0.0, restore=0.0, teacher=0.9, loss=loss, replay=replay, **PLAIN_SGD)
     inputs, start = method.scaling(target.images[:8]), deepcopy(method.network)
     # a student that is its teacher would have nothing to learn
     method.begin_stage()
@@ -124,8 +124,8 @@ def test_a_step_by_hand(loss, replay):
 
 class TestNetworks:
     def test_all_weights_of_student_and_teacher_change_and_the_anchor_stays(self):
-        method, targets = built()
-        source = copied(method.network)
+        method, targets = build_method()
+        source = snapshot(method.network)
         for target in targets:
             method.adapt(target)
         weights = {name for name, _ in method.network.named_parameters()}
@@ -136,22 +136,22 @@ class TestNetworks:
         assert all_finite(method.state())
 
     def test_always_put_back_the_student_is_the_source(self):
-        method, (target, _) = built(restore=1.0)
-        source = copied(method.network)
+        method, (target, _) = build_method(restore=1.0)
+        source = snapshot(method.network)
         method.adapt(target)
         assert same_tensors(method.student.state_dict(), source)
         assert not same_tensors(method.network.state_dict(), source)
 
     def test_a_teacher_that_stays_is_the_source_for_ever(self):
-        method, targets = built(restore=0.0, teacher=1.0)
-        source = copied(method.network)
+        method, targets = build_method(restore=0.0, teacher=1.0)
+        source = snapshot(method.network)
         for target in targets:
             method.adapt(target)
         assert same_tensors(method.network.state_dict(), source)
         assert not same_tensors(method.student.state_dict(), source)
 
     def test_the_teacher_follows_slowly(self):
-        method, (target, _) = built(restore=0.0)
+        method, (target, _) = build_method(restore=0.0)
         method.adapt(target)
         teacher, student, source = (
             torch.cat([p.detach().flatten() for p in network.parameters()])
@@ -160,7 +160,7 @@ class TestNetworks:
         assert 0 < (teacher - source).norm() < 0.05 * (student - source).norm()
 
     def test_some_weights_of_every_tensor_are_put_back_the_classifiers_too(self):
-        method, (target, _) = built(restore=0.5)
+        method, (target, _) = build_method(restore=0.5)
         method.adapt(target)
         source = dict(method.anchor.named_parameters())
         for name, parameter in method.student.named_parameters():
@@ -169,15 +169,15 @@ class TestNetworks:
                 assert 0.2 < share < 0.8, name
 
     def test_running_statistics_do_not_matter(self):
-        one, (target, _) = built()
-        other, _ = built()
+        one, (target, _) = build_method()
+        other, _ = build_method()
         for layer in batch_norms(other.network).values():
             layer.running_mean += 3
         for part in target.images.split(8):
             assert torch.equal(one.observe(part), other.observe(part))
 
     def test_the_teacher_predicts(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         method.adapt(target)
         before = method.predict(target.images)
         with torch.no_grad():
@@ -188,13 +188,13 @@ class TestNetworks:
 
 class TestMeasuring:
     def test_source_by_running_then_by_batch(self):
-        method, (target, _) = built(teacher=1.0)
+        method, (target, _) = build_method(teacher=1.0)
         running = method.predict(target.images)
         method.adapt(target)
         assert not torch.allclose(running, method.predict(target.images))
 
     def test_running_for_good_if_asked(self):
-        method, (target, _) = built(teacher=1.0, eval_bn="running")
+        method, (target, _) = build_method(teacher=1.0, eval_bn="running")
         before = method.predict(target.images)
         method.adapt(target)
         assert torch.equal(method.predict(target.images), before)
@@ -203,37 +203,37 @@ class TestMeasuring:
 class TestEdges:
     @pytest.mark.parametrize("memory", [0, 3])
     def test_an_empty_memory_is_no_matter(self, memory):
-        method, (target, _) = built(memory=memory)
+        method, (target, _) = build_method(memory=memory)
         assert len(method.memory) == 0
         method.adapt(target)
         assert all_finite(method.state())
 
     def test_one_image_is_predicted_and_not_learnt(self):
-        method, (target, _) = built()
-        before = copied(method.network)
+        method, (target, _) = build_method()
+        before = snapshot(method.network)
         assert torch.equal(method.observe(target.images[:1]), method.predict(target.images[:1]))
         method.adapt(toy_domain("dot", 1).unlabelled())
         assert same_tensors(method.network.state_dict(), before)
         assert same_tensors(method.student.state_dict(), before)
 
     def test_dropout_is_off(self):
-        method, (target, _) = built(threshold=0.0, restore=1.0, teacher=1.0)
+        method, (target, _) = build_method(threshold=0.0, restore=1.0, teacher=1.0)
         method.network.train()
         assert torch.equal(method.observe(target.images[:8]), method.observe(target.images[:8]))
 
-    def test_values_out_of_range_are_told_at_once(self):
+    def test_out_of_range_values_are_reported_at_once(self):
         with pytest.raises(ConfigError) as caught:
-            built(trained=False, teacher=1.5, restore=2.0, flip=1.1)
+            build_method(trained=False, teacher=1.5, restore=2.0, flip=1.1)
         assert len(caught.value.problems) == 3
 
 
 class TestState:
-    def test_a_stage_after_its_state_was_taken_back(self):
-        straight, targets = built()
+    def test_stage_after_restoring_state(self):
+        straight, targets = build_method()
         for stage in range(2):
             state = {name: tensor.clone() for name, tensor in straight.state().items()}
             straight.adapt(targets[stage])
-            resumed, _ = built(trained=False)
+            resumed, _ = build_method(trained=False)
             resumed.load_state(state)
             assert same_tensors(resumed.state(), state)
             resumed.adapt(targets[stage])
@@ -242,15 +242,15 @@ class TestState:
             assert not any(p.requires_grad for p in resumed.anchor.parameters())
 
     def test_a_state_from_before_the_first_target_forgets_later_ones(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         state = {name: tensor.clone() for name, tensor in method.state().items()}
         method.adapt(target)
         method.load_state(state)
         assert same_tensors(method.state(), state)
 
     def test_observing_is_what_the_phase_does(self):
-        phase, (target, _) = built()
-        by_hand, _ = built()
+        phase, (target, _) = build_method()
+        by_hand, _ = build_method()
         (single,) = phase.target_phases(target)
         single.begin()
         single.begin_epoch(0)

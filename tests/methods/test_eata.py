@@ -18,7 +18,7 @@ from ratp.runs.request import RunRequest
 LIKE_TENT = {"margin": 2.0, "similarity": 2.0, "weighted": False, "fisher_weight": 0.0}
 
 
-def built(name="eata", **changes):
+def build_method(name="eata", **changes):
     method, source, targets = toy_method(toy_plan(name, changes=changes))
     method.fit_source(source)
     return method, [target.unlabelled() for target in targets]
@@ -46,7 +46,7 @@ class TestDistance:
         assert cost.item() == pytest.approx(0.02)
 
     def test_zero_at_the_anchors(self):
-        method, _ = built()
+        method, _ = build_method()
         now = affine_parameters(method.network)
         assert distance(now, method.anchors, method.fisher, 2000.0).item() == 0
 
@@ -55,7 +55,7 @@ class TestSelection:
     @pytest.mark.parametrize(("classes", "threshold"), [(10, 0.921034), (7, 0.778364)])
     def test_the_margin_goes_by_the_number_of_classes(self, classes, threshold):
         assert 0.4 * math.log(classes) == pytest.approx(threshold, abs=1e-6)
-        method, _ = built()
+        method, _ = build_method()
         assert method.threshold == pytest.approx(0.4 * math.log(4))
 
     def test_the_weight(self):
@@ -99,7 +99,7 @@ class TestSelection:
 class TestFisher:
     def test_it_is_the_mean_over_batches_of_squared_gradients(self):
         """Two batches of 64 and a rest, which joins the second; own labels, batch statistics."""
-        method, _ = built()
+        method, _ = build_method()
         images = toy_domain("ink", 140).images
         order = torch.randperm(140, generator=method.setting.randomness.generator("fisher"))
         parameters = affine_parameters(method.network)
@@ -117,22 +117,22 @@ class TestFisher:
             assert not found[name].requires_grad
 
     def test_it_takes_no_more_images_than_it_may(self):
-        method, _ = built(fisher_images=10)
+        method, _ = build_method(fisher_images=10)
         seen = []
         method.network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
         method.measure_fisher(toy_domain("ink", 140).images)
         assert seen == [10]
 
     def test_anchors_are_the_source_and_stay(self):
-        method, (target, _) = built(**LIKE_TENT)
+        method, (target, _) = build_method(**LIKE_TENT)
         before = {name: p.detach().clone() for name, p in affine_parameters(method.network).items()}
         method.adapt(target)
         assert same_tensors(method.anchors, before)
         assert not same_tensors({n: p.detach() for n, p in affine_parameters(method.network).items()}, before)
 
     def test_it_holds_the_network_back(self):
-        free, (target, _) = built(**LIKE_TENT)
-        held, _ = built(**LIKE_TENT | {"fisher_weight": 1e5})
+        free, (target, _) = build_method(**LIKE_TENT)
+        held, _ = build_method(**LIKE_TENT | {"fisher_weight": 1e5})
         for method in (free, held):
             for _ in range(5):
                 method.adapt(target)
@@ -143,14 +143,14 @@ class TestFisher:
         assert near < far
 
     def test_one_source_image_gives_none(self):
-        method, _ = built()
+        method, _ = build_method()
         assert not any(f.any() for f in method.measure_fisher(toy_domain("ink", 1).images).values())
 
 
 @pytest.mark.parametrize("replay", ["separate", "none"])
 def test_with_everything_off_it_is_tent(replay):
-    eata, targets = built(**LIKE_TENT, replay=replay)
-    tent, _ = built("tent", replay=replay)
+    eata, targets = build_method(**LIKE_TENT, replay=replay)
+    tent, _ = build_method("tent", replay=replay)
     for target in targets:
         eata.adapt(target)
         tent.adapt(target)
@@ -162,7 +162,7 @@ class TestNothingKept:
     @pytest.mark.parametrize("replay", ["separate", "none"])
     def test_there_is_no_step_at_all(self, replay):
         """Not the regulariser's either: it is pulled away from its anchors first."""
-        method, (target, _) = built(margin=0.0, replay=replay, fisher_weight=1e3)
+        method, (target, _) = build_method(margin=0.0, replay=replay, fisher_weight=1e3)
         for anchor in method.anchors.values():
             anchor += 1
         before = network_of(method)
@@ -172,7 +172,7 @@ class TestNothingKept:
         assert all_finite(method.state())
 
     def test_the_record_says_so(self):
-        method, (target, _) = built(margin=0.0)
+        method, (target, _) = build_method(margin=0.0)
         (phase,) = method.target_phases(target)
         phase.begin()
         phase.begin_epoch(0)
@@ -182,7 +182,7 @@ class TestNothingKept:
 
 
 def test_only_gamma_and_beta_change():
-    method, targets = built(margin=2.0)
+    method, targets = build_method(margin=2.0)
     before = network_of(method)
     for target in targets:
         method.adapt(target)
@@ -194,14 +194,14 @@ def test_only_gamma_and_beta_change():
 
 @pytest.mark.parametrize("memory", [0, 3])
 def test_an_empty_memory_is_no_matter(memory):
-    method, (target, _) = built(margin=2.0, memory=memory)
+    method, (target, _) = build_method(margin=2.0, memory=memory)
     assert len(method.memory) == 0
     method.adapt(target)
     assert all_finite(method.state())
 
 
 def test_one_image_is_predicted_and_not_learnt():
-    method, (target, _) = built(margin=2.0)
+    method, (target, _) = build_method(margin=2.0)
     before = network_of(method)
     assert torch.equal(method.observe(target.images[:1]), method.predict(target.images[:1]))
     assert same_tensors(method.network.state_dict(), before)

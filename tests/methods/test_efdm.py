@@ -13,13 +13,13 @@ from ratp.errors import ConfigError
 from ratp.methods.efdm import ExactMixing
 
 
-def built(**changes):
+def build_method(**changes):
     method, source, targets = toy_method(toy_plan("efdm", changes=changes))
     return method, source, [target.unlabelled() for target in targets]
 
 
 def test_it_mixes_after_the_first_two_blocks_of_dtn():
-    method, _, _ = built()
+    method, _, _ = build_method()
     places = [name for name, module in method.network.backbone.named_modules() if isinstance(module, ExactMixing)]
     assert places == ["3.efdm", "7.efdm"]
 
@@ -40,18 +40,18 @@ def test_a_network_with_a_resnet_is_mixed_after_three_and_predicts_as_without():
 
 
 def test_without_mixing_the_source_is_learnt_plainly():
-    method, source, _ = built(probability=0)
+    method, source, _ = build_method(probability=0)
     method.fit_source(source)
     plain, _, _ = toy_method(toy_plan("source-only"))
     plain.fit_source(source)
     assert same_tensors(method.network.state_dict(), plain.network.state_dict())
-    mixed, _, _ = built(probability=1)
+    mixed, _, _ = build_method(probability=1)
     mixed.fit_source(source)
     assert not same_tensors(mixed.network.state_dict(), plain.network.state_dict())
 
 
 def test_on_the_source_styles_are_those_of_the_batch_and_on_targets_those_of_the_memory():
-    method, source, targets = built()
+    method, source, targets = build_method()
     (phase,) = method.source_phases(source)
     assert [layer.styles for layer in method.layers] == ["batch"] * 2
     assert phase.step().keys() == {"total", "ce"}
@@ -68,7 +68,7 @@ def test_on_the_source_styles_are_those_of_the_batch_and_on_targets_those_of_the
 def test_a_target_step_is_the_cross_entropy_of_images_and_exemplars():
     outcomes = []
     for _ in range(2):
-        method, source, targets = built(probability=0, memory_weight=0.5)
+        method, source, targets = build_method(probability=0, memory_weight=0.5)
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
         phase.begin()
@@ -85,7 +85,7 @@ def test_a_target_step_is_the_cross_entropy_of_images_and_exemplars():
 
 
 def test_exemplars_are_drawn_with_replacement_with_their_labels():
-    method, source, targets = built(memory=4)
+    method, source, targets = build_method(memory=4)
     method.fit_source(source)
     assert len(method.memory) == 4
     (phase,) = method.target_phases(targets[0])
@@ -97,7 +97,7 @@ def test_exemplars_are_drawn_with_replacement_with_their_labels():
 
 
 def test_without_a_memory_styles_come_from_the_batch():
-    method, source, targets = built(memory=0)
+    method, source, targets = build_method(memory=0)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     assert [layer.styles for layer in method.layers] == ["batch"] * 2
@@ -107,7 +107,7 @@ def test_without_a_memory_styles_come_from_the_batch():
 
 
 def test_predictions_are_not_mixed():
-    method, source, targets = built(probability=1)
+    method, source, targets = build_method(probability=1)
     method.fit_source(source)
     images = targets[0].images
     assert torch.equal(method.predict(images), method.predict(images))
@@ -117,13 +117,13 @@ def test_predictions_are_not_mixed():
 @pytest.mark.parametrize("blocks", ["4", "1,9"])
 def test_blocks_that_are_not_there_are_refused(blocks):
     with pytest.raises(ConfigError, match="has blocks 1, 2, 3"):
-        built(blocks=blocks)
+        build_method(blocks=blocks)
 
 
 def test_it_learns_the_toy_and_does_not_collapse():
     """RaTP's table has it at chance after the first target."""
     sizes = {"network.width": 0.2, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 24}
-    method, source, targets = built(**sizes, lr=0.03)
+    method, source, targets = build_method(**sizes, lr=0.03)
     method.fit_source(source)
     method.adapt(targets[0])
     for name in ("ink", "mud"):

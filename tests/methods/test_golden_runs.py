@@ -42,12 +42,12 @@ def run(method, folder):
     return {"epochs": epochs, "accuracy": [[round(value, 1) for value in row] for row in accuracy_of(folder)]}
 
 
-def test_each_method_has_one():
+def test_every_method_has_a_golden_run():
     assert json.loads(FILE.read_text()).keys() == METHODS.keys()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_it_is_as_it_was(method, tmp_path):
+def test_matches_the_golden_run(method, tmp_path):
     golden, found = json.loads(FILE.read_text())[method], run(method, tmp_path / "run")
     assert len(found["epochs"]) == len(golden["epochs"])
     for (where, means), (place, expected) in zip(found["epochs"], golden["epochs"], strict=True):

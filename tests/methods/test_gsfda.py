@@ -20,9 +20,9 @@ from ratp.training.method import Setting
 NAME = "gsfda"
 
 
-def begun(**changes):
-    """A method after the source, and the first target's phase under way."""
-    method, source, targets = checks.built(NAME, **changes)
+def start_target(**changes):
+    """A method trained on the source, in the phase of the first target."""
+    method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     phase.begin()
@@ -38,9 +38,9 @@ def settle_masks(method, rows):
 
 class TestSource:
     def test_a_step_is_the_sum_over_all_masks(self):
-        method, source, _ = checks.built(NAME)
+        method, source, _ = checks.build_method(NAME)
         (phase,) = method.source_phases(source)
-        twin, _, _ = checks.built(NAME)
+        twin, _, _ = checks.build_method(NAME)
         (other,) = twin.source_phases(source)
         for p in (phase, other):
             p.begin()
@@ -64,30 +64,30 @@ class TestSource:
 
         seen = []
         monkeypatch.setattr(module, "annealed_scale", lambda p: seen.append(p.item()) or annealed_scale(p))
-        method, source, _ = checks.built(NAME, steps=3)
+        method, source, _ = checks.build_method(NAME, steps=3)
         method.fit_source(source)
         assert seen == [0, 0.5, 1, 0, 0.5, 1]
 
     def test_every_mask_and_parameter_learns(self):
-        method, source, _ = checks.built(NAME)
-        before = checks.copy(method.network.state_dict())
+        method, source, _ = checks.build_method(NAME)
+        before = checks.snapshot(method.network.state_dict())
         method.fit_source(source)
         after = method.network.state_dict()
         assert (after["bottleneck.3.domains"] != before["bottleneck.3.domains"]).all(dim=1).all()
         assert not any(torch.equal(after[n], before[n]) for n in after if n.endswith("weight"))
 
     def test_the_network_is_that_of_all_methods_but_for_the_masks(self):
-        method, _, _ = checks.built(NAME)
-        plain, _, _ = checks.built("shot")
+        method, _, _ = checks.build_method(NAME)
+        plain, _, _ = checks.build_method("shot")
         own = {n: t for n, t in method.network.state_dict().items() if not n.endswith(("domains", "slot"))}
         assert same_tensors(own, plain.network.state_dict())
-        again, _, _ = checks.built(NAME)
+        again, _, _ = checks.build_method(NAME)
         assert torch.equal(method.gate.domains, again.gate.domains)
 
 
 class TestTarget:
     def test_a_step_is_agreement_with_neighbours_and_diversity(self):
-        (_, phase), (twin, other) = begun(replay="none"), begun(replay="none")
+        (_, phase), (twin, other) = start_target(replay="none"), start_target(replay="none")
         batch = other.batches.draw(TINY["batch"])
         with torch.no_grad():
             z = twin.network.eval()(twin.scaling(other.batches.images))
@@ -105,13 +105,13 @@ class TestTarget:
         torch.testing.assert_close(phase._bank.logs[batch.places[-1]], logs[-1].detach())
 
     def test_without_neighbours_only_diversity_is_left(self):
-        _, phase = begun(neighbours=0, replay="none")
+        _, phase = start_target(neighbours=0, replay="none")
         step = phase.step()
         assert step["neighbours"] == 0
         assert step["total"] == step["diversity"] < 0
 
     def test_the_bank_follows_the_batches_in_place(self):
-        _, phase = begun()
+        _, phase = start_target()
         place, before = phase._bank.directions.data_ptr(), phase._bank.directions.clone()
         phase.step()
         changed = (phase._bank.directions != before).any(dim=1)
@@ -120,7 +120,7 @@ class TestTarget:
         assert phase._bank.directions.data_ptr() == place
 
     def test_exemplars_have_their_labels_and_are_not_in_the_bank(self):
-        method, phase = begun()
+        method, phase = start_target()
         batch = phase.batches.draw(8)
         logs = method.network(batch.images).logits.log_softmax(dim=1)
         near = torch.zeros(8, 3, 4)
@@ -132,11 +132,11 @@ class TestTarget:
         torch.testing.assert_close(none["neighbours"], disagreement(logs, near).mean())
 
     def test_channels_of_other_domains_stay_bit_for_bit(self):
-        method, source, targets = checks.built(NAME)
+        method, source, targets = checks.build_method(NAME)
         method.fit_source(source)
         # channels 0 to 2 are the source's; 3 is the second target's; 4 and 5 nobody else's
         settle_masks(method, [[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
-        before = checks.copy(method.network.state_dict())
+        before = checks.snapshot(method.network.state_dict())
         (phase,) = method.target_phases(targets[0])
         phase.begin()
         record = phase.begin_epoch(0)
@@ -154,7 +154,7 @@ class TestTarget:
         """With everything else the same, what it learns is multiplied by 1 − a, decay included."""
         moves = []
         for other in (-1.0, 0.0):  # σ(100·0) = ½
-            method, source, targets = checks.built(NAME, slots=2, **{"sgd.weight_decay": 0.5})
+            method, source, targets = checks.build_method(NAME, slots=2, **{"sgd.weight_decay": 0.5})
             method.fit_source(source)
             with torch.no_grad():
                 method.gate.domains.copy_(torch.stack([torch.full((6,), other), torch.ones(6)]))
@@ -167,10 +167,10 @@ class TestTarget:
         torch.testing.assert_close(moves[1], moves[0] / 2, rtol=1e-3, atol=1e-8)
 
     def test_batch_norm_bottleneck_and_classifier_learn(self):
-        method, source, targets = checks.built(NAME)
+        method, source, targets = checks.build_method(NAME)
         method.fit_source(source)
         settle_masks(method, [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0] * 6, [0] * 6])
-        before = checks.copy(method.state())
+        before = checks.snapshot(method.state())
         method.adapt(targets[0])
         after = method.state()
         assert all_finite(after)
@@ -180,7 +180,7 @@ class TestTarget:
         assert {n for n in names if not torch.equal(before[n], after[n])} == expected - {"network.bottleneck.3.domains"}
 
     def test_the_last_predictions_go_to_the_memory(self):
-        method, source, targets = checks.built(NAME)
+        method, source, targets = checks.build_method(NAME)
         method.fit_source(source)
         method.adapt(targets[0])
         new = method.memory.domains == 1
@@ -191,7 +191,7 @@ class TestTarget:
 class TestMasks:
     def test_every_stage_has_its_mask_and_late_ones_share_the_last(self):
         names = dict.fromkeys(("ink", "mud", "fog", "dew"), 12)
-        method, source, targets = checks.built(NAME, toy_domains(**names), slots=3)
+        method, source, targets = checks.build_method(NAME, toy_domains(**names), slots=3)
         method.fit_source(source)
         slots = [method.gate.slot.item()]
         for target in targets:
@@ -200,8 +200,8 @@ class TestMasks:
         assert slots == [0, 1, 2, 2]
         assert all_finite(method.state())
 
-    def test_all_domains_are_predicted_with_the_latest_unless_told(self):
-        method, source, targets = checks.built(NAME)
+    def test_latest_mask_predicts_all_domains_by_default(self):
+        method, source, targets = checks.build_method(NAME)
         method.fit_source(source)
         assert torch.equal(method.predict(source.images), method.predict_for_domain(source.images, 0))
         method.adapt(targets[0])
@@ -216,7 +216,7 @@ class TestMasks:
         expected = z * domain_masks(method.gate.domains[0]) @ network.prototypes.T
         torch.testing.assert_close(oracle, expected.detach())
 
-    def test_a_run_notes_what_it_would_reach_if_it_were_told_the_domain(self, tmp_path):
+    def test_run_records_accuracy_with_known_domains(self, tmp_path):
         run = Run(toy_plan(NAME), tmp_path / "run")
         ends = run.execute().events("stage_finished")
         names = run.stream.order
@@ -244,7 +244,7 @@ class TestMasks:
             assert ends[-1]["accuracy_as_told"][name] == pytest.approx(100 * right.float().mean().item())
 
     def test_one_slot_leaves_everything_free(self):
-        method, source, targets = checks.built(NAME, slots=1)
+        method, source, targets = checks.build_method(NAME, slots=1)
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
         phase.begin()
@@ -252,9 +252,9 @@ class TestMasks:
         assert used_elsewhere(domain_masks(method.gate.domains), 0).sum() == 0
 
     def test_asking_for_phases_changes_nothing(self):
-        method, source, targets = checks.built(NAME)
+        method, source, targets = checks.build_method(NAME)
         method.fit_source(source)
-        before = checks.copy(method.state())
+        before = checks.snapshot(method.state())
         method.target_phases(targets[0])
         assert same_tensors(method.state(), before)
 
@@ -277,7 +277,7 @@ def test_it_adapts():
 
 def test_a_batch_of_two_and_of_one_class():
     domains = [toy_domain("ink"), toy_domain("mud", 9, classes=(2,))]
-    method, source, targets = checks.built(NAME, domains, batch=2)
+    method, source, targets = checks.build_method(NAME, domains, batch=2)
     method.fit_source(source)
     method.adapt(targets[0])
     assert all_finite(method.state())
@@ -293,7 +293,7 @@ def test_resnets_learn():
     images = torch.randint(256, (8, 3, 64, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     source = LabelledDomain("made", images, torch.arange(8) % 4, setting.classes)
     method.fit_source(source)
-    before = checks.copy(method.network.state_dict())
+    before = checks.snapshot(method.network.state_dict())
     method.adapt(source.unlabelled())
     after = method.network.state_dict()
     changed = {name for name in after if not torch.equal(after[name], before[name])}

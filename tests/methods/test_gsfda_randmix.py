@@ -18,9 +18,9 @@ NAME = "gsfda"
 RANDMIX = {"augment": True, "randmix.kernel_sizes": "3,5", "r_con": 0.25}  # of four classes: all images
 
 
-def begun(**changes):
-    """A method after the source, and the first target's phase under way."""
-    method, source, targets = checks.built(NAME, **changes)
+def start_target(**changes):
+    """A method trained on the source, in the phase of the first target."""
+    method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     phase.begin()
@@ -29,11 +29,11 @@ def begun(**changes):
 
 
 def test_it_is_off_by_default_and_then_costs_nothing():
-    method, source, _ = checks.built(NAME)
+    method, source, _ = checks.build_method(NAME)
     assert method.randmix is None
     assert method.show(source.images[:2], torch.Generator()) == {}
-    plain, source, targets = checks.built(NAME)
-    other, _, _ = checks.built(NAME, **{"randmix.tanh": False, "r_con": 0.1})
+    plain, source, targets = checks.build_method(NAME)
+    other, _, _ = checks.build_method(NAME, **{"randmix.tanh": False, "r_con": 0.1})
     for made in (plain, other):
         made.fit_source(source)
         made.adapt(targets[0])
@@ -41,7 +41,7 @@ def test_it_is_off_by_default_and_then_costs_nothing():
 
 
 def test_source_images_all_have_copies():
-    method, source, _ = checks.built(NAME, **RANDMIX)
+    method, source, _ = checks.build_method(NAME, **RANDMIX)
     (phase,) = method.source_phases(source)
     phase.begin()
     phase.begin_epoch(0)
@@ -52,7 +52,7 @@ def test_source_images_all_have_copies():
 
 
 def test_confident_target_images_have_copies_that_learn_from_the_same_neighbours():
-    method, phase = begun(**RANDMIX)
+    method, phase = start_target(**RANDMIX)
     batch = phase.batches.draw(TINY["batch"])
     with torch.no_grad():
         confidence = method.network.eval()(batch.images).logits.softmax(dim=1).amax(dim=1)
@@ -82,10 +82,10 @@ def test_confident_target_images_have_copies_that_learn_from_the_same_neighbours
 
 def test_without_confident_images_it_is_the_step_without_copies():
     """Copies left out change neither losses nor BatchNorm."""
-    plain, source, targets = checks.built(NAME)
+    plain, source, targets = checks.build_method(NAME)
     plain.fit_source(source)
-    copying, _, _ = checks.built(NAME, **{**RANDMIX, "r_con": 1.0})
-    copying.load_state({**copying.state(), **checks.copy(plain.state())})
+    copying, _, _ = checks.build_method(NAME, **{**RANDMIX, "r_con": 1.0})
+    copying.load_state({**copying.state(), **checks.snapshot(plain.state())})
     steps = []
     for method in (plain, copying):
         for module in method.network.modules():
@@ -114,7 +114,7 @@ def test_whole_stages(replay):
 
 def test_its_steps_can_be_captured():
     for changes in (RANDMIX, {**RANDMIX, "replay": "separate"}):
-        method, source, targets = checks.built(NAME, **changes, **{"target_transform.flip": 0.5})
+        method, source, targets = checks.build_method(NAME, **changes, **{"target_transform.flip": 0.5})
         phases = [*method.source_phases(source)]
         method.fit_source(source)
         phases += method.target_phases(targets[0])
@@ -130,7 +130,7 @@ def test_its_steps_can_be_captured():
 
 
 def test_its_layers_are_in_the_state():
-    method, source, targets = checks.built(NAME, **RANDMIX)
+    method, source, targets = checks.build_method(NAME, **RANDMIX)
     method.fit_source(source)
     method.adapt(targets[0])
     other = toy_method(toy_plan(NAME, seed=7, changes=RANDMIX))[0]
@@ -143,6 +143,6 @@ def test_its_layers_are_in_the_state():
 
 
 def test_kernels_that_do_not_fit_are_refused_only_if_used():
-    assert checks.built(NAME, **{"randmix.kernel_sizes": "33"})
+    assert checks.build_method(NAME, **{"randmix.kernel_sizes": "33"})
     with pytest.raises(ConfigError, match=r"a kernel of 33 does not fit into images of 32×32"):
-        checks.built(NAME, **{"randmix.kernel_sizes": "33", "augment": True})
+        checks.build_method(NAME, **{"randmix.kernel_sizes": "33", "augment": True})

@@ -37,7 +37,7 @@ def network(backbone="dtn", width=0.25, side=32):
         return Network(NetworkConfig(backbone, width, 12, 6), 4, (side, side))
 
 
-def images(count=4, side=32):
+def make_images(count=4, side=32):
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1))
 
 
@@ -47,7 +47,7 @@ CASES = {"dtn": (0.25, 32, (1, 2, 3)), "resnet18": (1.0, 64, (1, 2, 3))}
 @pytest.fixture(params=CASES)
 def case(request):
     width, side, blocks = CASES[request.param]
-    return network(request.param, width, side), images(side=side), blocks
+    return network(request.param, width, side), make_images(side=side), blocks
 
 
 def test_tensors_keep_their_names_and_values(case):
@@ -62,9 +62,9 @@ def test_tensors_keep_their_names_and_values(case):
 
 def test_they_act_after_their_blocks(case):
     net, x, blocks = case
-    made = insert_after(net, blocks, "twice", Doubler)
+    inserted = insert_after(net, blocks, "twice", Doubler)
     net.eval()(x)
-    seen = [made[block].shapes[-1] for block in blocks]
+    seen = [inserted[block].shapes[-1] for block in blocks]
     if len(net.backbone._modules) > 12:
         assert seen == [(16, 16, 16), (32, 8, 8), (64, 4, 4)]
     else:
@@ -75,16 +75,16 @@ def test_what_they_do_counts(case):
     net, x, blocks = case
     net.eval()
     before = net.features(x)
-    made = insert_after(net, blocks[-1:], "twice", Doubler)
+    inserted = insert_after(net, blocks[-1:], "twice", Doubler)
     after = net.features(x)
     assert not torch.allclose(before, after)
     with torch.no_grad():
-        made[blocks[-1]].factor.fill_(1)
+        inserted[blocks[-1]].factor.fill_(1)
     assert torch.equal(net.features(x), before)
 
 
 def test_the_last_block_of_dtn_is_what_the_bottleneck_sees():
-    net, x = network(), images()
+    net, x = network(), make_images()
     net.eval()
     before = net.features(x)
     insert_after(net, (3,), "twice", Doubler)
@@ -93,9 +93,9 @@ def test_the_last_block_of_dtn_is_what_the_bottleneck_sees():
 
 def test_they_learn_with_the_network_and_are_copied_with_it(case):
     net, x, blocks = case
-    made = insert_after(net, blocks, "twice", Doubler)
+    inserted = insert_after(net, blocks, "twice", Doubler)
     net.train()(x).logits.sum().backward()
-    assert all(module.factor.grad is not None for module in made.values())
+    assert all(module.factor.grad is not None for module in inserted.values())
     copy = net.frozen_copy()
     assert not any(p.requires_grad for p in copy.parameters())
     assert same_tensors(copy.state_dict(), net.state_dict())
@@ -103,7 +103,7 @@ def test_they_learn_with_the_network_and_are_copied_with_it(case):
     before = copy(x).logits
     assert torch.equal(before, net(x).logits)
     with torch.no_grad():
-        made[blocks[0]].factor.fill_(9)
+        inserted[blocks[0]].factor.fill_(9)
     assert torch.equal(copy(x).logits, before)
     assert not torch.equal(net(x).logits, before)
     assert supports_row_masks(net)
@@ -121,15 +121,15 @@ def test_a_state_goes_into_another_network_with_the_same(case):
 def test_the_mode_is_the_networks_and_nothing_else_changes(case):
     net, _, blocks = case
     net.eval()
-    made = insert_after(net, blocks, "twice", Doubler)
+    inserted = insert_after(net, blocks, "twice", Doubler)
     assert not any(module.training for module in net.modules())
     assert all(not module._forward_hooks for module in net.modules())
     net.train()
-    assert all(module.training for module in made.values())
+    assert all(module.training for module in inserted.values())
 
 
 def test_two_kinds_can_follow_a_block():
-    net, x = network(), images()
+    net, x = network(), make_images()
     net.eval()
     before = net.features(x)
     insert_after(net, (3,), "one", Doubler)

@@ -19,22 +19,22 @@ from ratp.runs.run import Run
 from read_back import ReadBack
 
 
-def built(domains=None, **changes):
+def build_method(domains=None, **changes):
     method, source, targets = toy_method(toy_plan("l2d", domains, changes=changes))
     return method, source, [target.unlabelled() for target in targets]
 
 
-def copied(tensors):
+def snapshot(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def parameters(module):
-    return copied(dict(module.named_parameters()))
+    return snapshot(dict(module.named_parameters()))
 
 
-def started(**changes):
-    """A method on its source, and the phase about to make its first step."""
-    method, source, _ = built(**changes)
+def start_source(**changes):
+    """A method on its source, and its phase before the first step."""
+    method, source, _ = build_method(**changes)
     (phase,) = method.source_phases(source)
     phase.begin()
     phase.begin_epoch(0)
@@ -44,7 +44,7 @@ def started(**changes):
 
 class TestEncoding:
     def test_embeddings_scatter_by_a_fifth_of_their_deviation(self):
-        method, phase = started()
+        method, phase = start_source()
         method.network.eval()
         images = phase.batches.draw(TINY["batch"]).images
         with torch.no_grad():
@@ -57,7 +57,7 @@ class TestEncoding:
         torch.testing.assert_close(first.logits, first.embedding @ method.network.prototypes.T)
 
     def test_the_mean_is_what_predicts(self):
-        method, phase = started()
+        method, phase = start_source()
         images = phase.batches.draw(TINY["batch"]).images
         with torch.no_grad():
             output = method.network.eval()(images)
@@ -66,14 +66,14 @@ class TestEncoding:
         assert not torch.allclose(encoding.embedding, output.embedding)
 
     def test_predictions_do_not_scatter(self):
-        method, source, targets = built()
+        method, source, targets = build_method()
         method.fit_source(source)
         assert torch.equal(method.predict(targets[0].images), method.predict(targets[0].images))
 
 
 class TestTurns:
     def test_the_network_learns_while_the_style_module_stands_still(self):
-        method, phase = started()
+        method, phase = start_source()
         batch = phase.batches.draw(TINY["batch"])
         before = [parameters(m) for m in (method.network, method.variance, method.style)]
         phase._learn(batch.images, batch.labels)
@@ -83,7 +83,7 @@ class TestTurns:
         assert same_tensors(after[2], before[2])
 
     def test_the_style_module_learns_while_the_network_stands_still(self):
-        method, phase = started()
+        method, phase = start_source()
         batch = phase.batches.draw(TINY["batch"])
         before = [parameters(m) for m in (method.network, method.variance, method.style)]
         fixed = method.style.fixed.clone()
@@ -95,7 +95,7 @@ class TestTurns:
 
     def test_the_networks_turn_is_three_weighted_losses(self):
         weights = {"contrast": 0.5, "likelihood": 0.25, "styled": 0.7}
-        (_, phase), (twin, other) = started(**weights), started(**weights)
+        (_, phase), (twin, other) = start_source(**weights), start_source(**weights)
         batch = other.batches.draw(TINY["batch"])
         styled = twin.style.restyle(batch.images, twin.blend, other._styles)
         mean, log_variance, z, logits = twin.encode(torch.cat([styled, batch.images]), other._noise)
@@ -108,11 +108,11 @@ class TestTurns:
         torch.testing.assert_close(step["total"], step["ce"] + step["contrast"] + step["likelihood"])
 
     def test_terms_without_weight_are_left_out(self):
-        _, phase = started(contrast=0, likelihood=0, information=0)
+        _, phase = start_source(contrast=0, likelihood=0, information=0)
         assert list(phase.step()) == ["total", "ce", "discrepancy"]
 
     def test_a_batch_without_pairs_of_a_class_leaves_numbers(self):
-        method, source, targets = built([toy_domain("ink"), toy_domain("mud", 1), toy_domain("fog", 3)], batch=2)
+        method, source, targets = build_method([toy_domain("ink"), toy_domain("mud", 1), toy_domain("fog", 3)], batch=2)
         method.fit_source(source)
         for target in targets:
             method.adapt(target)
@@ -121,9 +121,9 @@ class TestTurns:
 
 class TestStages:
     def test_targets_are_learnt_by_shots_labels_and_everything_trains(self):
-        method, source, targets = built(epochs=1)
+        method, source, targets = build_method(epochs=1)
         method.fit_source(source)
-        before = copied(method.state())
+        before = snapshot(method.state())
         (phase,) = method.target_phases(targets[0])
         phase.begin()
         assert phase.begin_epoch(0).keys() >= {"lr", "labels_changed", "labels_as_predicted"}
@@ -138,23 +138,23 @@ class TestStages:
 
     @pytest.mark.parametrize(("replay", "some"), [("union", True), ("none", False)])
     def test_the_memory_is_in_the_batches(self, replay, some):
-        method, source, targets = built(replay=replay)
+        method, source, targets = build_method(replay=replay)
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
         assert phase.batches.draw(200).replayed.any().item() is some
 
     def test_style_module_and_head_are_in_the_state_but_not_in_the_network(self):
-        method, source, _ = built()
+        method, source, _ = build_method()
         method.fit_source(source)
-        state = copied(method.state())
+        state = snapshot(method.state())
         assert {name.partition(".")[0] for name in state} == {"network", "memory", "style", "variance"}
         assert "style.fixed" in state
-        other, _, _ = built()
+        other, _, _ = build_method()
         other.load_state(state)
         assert same_tensors(other.state(), state)
 
     def test_the_rate_falls_at_four_fifths(self):
-        method, source, _ = built(epochs=10)
+        method, source, _ = build_method(epochs=10)
         (phase,) = method.source_phases(source)
         lr = method.setting.recipe.lr
         assert [phase.begin_epoch(e)["lr"] for e in range(10)] == pytest.approx([lr] * 8 + [0.1 * lr] * 2)
@@ -164,7 +164,7 @@ class TestStages:
             assert resolve(RunRequest(stream, "l2d", weights="none", device="cpu")).recipe.lr == rate
 
     def test_a_step_reads_nothing_back_and_draws_from_its_generators_only(self):
-        method, source, targets = built(**{"target_transform.flip": 0.5})
+        method, source, targets = build_method(**{"target_transform.flip": 0.5})
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
         assert phase.captures
@@ -181,13 +181,13 @@ class TestStages:
 
 def test_images_too_small_for_the_style_module_are_refused():
     with pytest.raises(ConfigError, match="set kernel_sizes to numbers below 32"):
-        built(kernel_sizes="5,32")
+        build_method(kernel_sizes="5,32")
 
 
 def test_a_rate_that_changes_twice_is_refused():
     with pytest.raises(ConfigError, match="set decay to 1"):
-        built(**{"sgd.schedule": "per-step"})
-    built(decay=1, **{"sgd.schedule": "per-step"})
+        build_method(**{"sgd.schedule": "per-step"})
+    build_method(decay=1, **{"sgd.schedule": "per-step"})
 
 
 @pytest.mark.parametrize("events", [3, 9])
@@ -214,7 +214,7 @@ def test_a_large_network_in_low_precision_gives_numbers():
 @pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.2, "network.hidden": 32, "network.dim": 16, "epochs": 4, "steps": 10, "batch": 16}
-    method, source, targets = built(**sizes, lr=0.01, kernel_sizes="3,5")
+    method, source, targets = build_method(**sizes, lr=0.01, kernel_sizes="3,5")
     method.fit_source(source)
     method.adapt(targets[0])
     for domain in (toy_domain("ink"), toy_domain("mud", 32)):

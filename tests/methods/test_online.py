@@ -19,7 +19,7 @@ def setting():
     return Setting(toy_plan("source-only").recipe, CLASSES, (32, 32), Randomness(3), torch.device("cpu"))
 
 
-def judged(setting, images, size=64, seed=0):
+def classify(setting, images, size=64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return classify_by_batch(setting.network(), images, setting.scaling(), size, generator)
 
@@ -41,12 +41,12 @@ class TestByBatch:
         for part in (order[:16], order[16:]):
             with torch.no_grad(), by_batch(network.eval()):
                 expected[part] = network(setting.scaling()(images[part])).logits
-        torch.testing.assert_close(judged(setting, images, 16), expected)
+        torch.testing.assert_close(classify(setting, images, 16), expected)
 
     def test_who_is_seen_together_is_up_to_the_generator(self, setting):
         images = toy_domain("mud", 40).images
-        assert torch.equal(judged(setting, images, 8), judged(setting, images, 8))
-        assert not torch.equal(judged(setting, images, 8), judged(setting, images, 8, seed=1))
+        assert torch.equal(classify(setting, images, 8), classify(setting, images, 8))
+        assert not torch.equal(classify(setting, images, 8), classify(setting, images, 8, seed=1))
 
     def test_classes_in_order_are_mixed(self, setting):
         """Batches of one class would all look alike to BatchNorm."""
@@ -74,7 +74,7 @@ class TestByBatch:
 
     @pytest.mark.parametrize("count", [0, 1])
     def test_too_few_for_statistics(self, setting, count):
-        assert judged(setting, toy_domain("mud", 2).images[:count]).isfinite().all()
+        assert classify(setting, toy_domain("mud", 2).images[:count]).isfinite().all()
 
 
 class TestLayers:

@@ -12,18 +12,18 @@ from ratp.functional.pseudo_labels import shot_labels
 from ratp.methods.pcl import Projections
 
 
-def built(**changes):
+def build_method(**changes):
     method, source, targets = toy_method(toy_plan("pcl", changes=changes))
     return method, source, [target.unlabelled() for target in targets]
 
 
-def copied(state):
+def snapshot(state):
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
 class TestProjections:
     def test_the_identity_leaves_the_raw_loss(self):
-        method, _, _ = built()
+        method, _, _ = build_method()
         z = torch.randn(8, TINY["network.dim"], generator=torch.Generator().manual_seed(0))
         labels = torch.arange(8) % 4
         raw = proxy_contrastive(z, labels, method.network.prototypes).mean()
@@ -33,11 +33,11 @@ class TestProjections:
             method.projections.samples.bias.zero_()
             method.projections.proxies.copy_(torch.eye(TINY["network.dim"]))
         torch.testing.assert_close(method.loss(z, labels), raw)
-        plain, _, _ = built(projection=False)
+        plain, _, _ = build_method(projection=False)
         torch.testing.assert_close(plain.loss(z, labels), raw)
 
     def test_the_gradient_reaches_proxies_and_matrix(self):
-        method, _, _ = built()
+        method, _, _ = build_method()
         z = torch.randn(8, TINY["network.dim"], generator=torch.Generator().manual_seed(0))
         method.loss(z, torch.arange(8) % 4).backward()
         assert method.network.prototypes.grad.abs().sum() > 0
@@ -49,30 +49,30 @@ class TestProjections:
             assert parameter.std() > 0.05
 
     def test_they_are_in_the_state_but_not_in_the_network(self):
-        method, source, _ = built()
-        before = copied(method.state())
+        method, source, _ = build_method()
+        before = snapshot(method.state())
         method.fit_source(source)
         after = method.state()
         names = [name for name in after if name.startswith("projections.")]
         assert sorted(names) == ["projections.proxies", "projections.samples.bias", "projections.samples.weight"]
         assert not any(torch.equal(after[name], before[name]) for name in names)
-        other, _, _ = built()
+        other, _, _ = build_method()
         other.load_state(after)
         assert same_tensors(other.state(), after)
 
     def test_without_them_the_state_has_none(self):
-        method, source, targets = built(projection=False)
+        method, source, targets = build_method(projection=False)
         method.fit_source(source)
         method.adapt(targets[0])
         assert {name.partition(".")[0] for name in method.state()} == {"network", "memory"}
 
 
 def test_a_step_is_cross_entropy_and_the_weighted_loss():
-    method, source, _ = built(weight=0.5)
+    method, source, _ = build_method(weight=0.5)
     (phase,) = method.source_phases(source)
     phase.begin()
     phase.begin_epoch(0)
-    twin, _, _ = built(weight=0.5)
+    twin, _, _ = build_method(weight=0.5)
     (other,) = twin.source_phases(source)
     other.begin()
     other.begin_epoch(0)
@@ -85,7 +85,7 @@ def test_a_step_is_cross_entropy_and_the_weighted_loss():
 
 
 def test_no_weight_leaves_plain_training():
-    method, source, _ = built(weight=0)
+    method, source, _ = build_method(weight=0)
     method.fit_source(source)
     plain, _, _ = toy_method(toy_plan("source-only"))
     plain.fit_source(source)
@@ -93,9 +93,9 @@ def test_no_weight_leaves_plain_training():
 
 
 def test_targets_are_learnt_by_shots_labels_and_everything_trains():
-    method, source, targets = built(epochs=1)
+    method, source, targets = build_method(epochs=1)
     method.fit_source(source)
-    before = copied(method.network.state_dict())
+    before = snapshot(method.network.state_dict())
     (phase,) = method.target_phases(targets[0])
     phase.begin()
     record = phase.begin_epoch(0)
@@ -112,7 +112,7 @@ def test_targets_are_learnt_by_shots_labels_and_everything_trains():
 
 @pytest.mark.parametrize(("replay", "some"), [("union", True), ("none", False)])
 def test_the_memory_is_in_the_batches(replay, some):
-    method, source, targets = built(replay=replay)
+    method, source, targets = build_method(replay=replay)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     assert phase.batches.draw(200).replayed.any().item() is some
@@ -123,7 +123,7 @@ def test_the_memory_is_in_the_batches(replay, some):
 @pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.25, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 32}
-    method, source, targets = built(**sizes, lr=0.03)
+    method, source, targets = build_method(**sizes, lr=0.03)
     method.fit_source(source)
     method.adapt(targets[0])
     for name in ("ink", "mud"):

@@ -18,12 +18,12 @@ from read_back import ReadBack
 FEW = {"epochs": 6, "steps": 1, "source_generators": 2}
 
 
-def built(domains=None, **changes):
+def build_method(domains=None, **changes):
     method, source, targets = toy_method(toy_plan("pden", domains, changes=changes))
     return method, source, [target.unlabelled() for target in targets]
 
 
-def copied(tensors):
+def snapshot(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -55,7 +55,7 @@ class TestStretches:
 
 class TestPool:
     def test_it_grows_by_every_finished_generator(self):
-        method, source, targets = built(**FEW)
+        method, source, targets = build_method(**FEW)
         records = run_out(method.source_phases(source))
         assert [record["generators"] for record in records] == [0, 1, 1, 2]
         assert records[-1]["exemplars"] == len(method.memory) and "exemplars" not in records[0]
@@ -65,49 +65,49 @@ class TestPool:
         assert not any(p.requires_grad for g in method.generators for p in g.parameters())
 
     def test_earlier_generators_stay_as_they_are(self):
-        method, source, targets = built(**FEW)
+        method, source, targets = build_method(**FEW)
         method.fit_source(source)
-        before = [copied(generator.state_dict()) for generator in method.generators]
+        before = [snapshot(generator.state_dict()) for generator in method.generators]
         method.adapt(targets[0])
         assert all(same_tensors(g.state_dict(), b) for g, b in zip(method.generators, before, strict=False))
 
     def test_a_frozen_generator_stays_bit_for_bit_while_the_network_learns(self):
-        method, source, _ = built(**FEW)
+        method, source, _ = build_method(**FEW)
         learning, frozen, *_ = method.source_phases(source)
         run_out([learning])
         generator = learning.stage._generator
-        before, network = copied(generator.state_dict()), copied(method.network.state_dict())
+        before, network = snapshot(generator.state_dict()), snapshot(method.network.state_dict())
         run_out([frozen])
         assert method.generators == [generator]
         assert same_tensors(generator.state_dict(), before)
         assert not same_tensors(method.network.state_dict(), network)
 
     def test_a_learning_generator_changes_and_so_does_its_way_back(self):
-        method, source, _ = built(**FEW)
+        method, source, _ = build_method(**FEW)
         phase, *_ = method.source_phases(source)
         phase.begin()
         phase.begin_epoch(0)
         parts = phase.stage._generator, phase.stage._back
-        before = [copied(part.state_dict()) for part in parts]
+        before = [snapshot(part.state_dict()) for part in parts]
         phase.step()
         for part, old in zip(parts, before, strict=True):
             assert not any(torch.equal(tensor, old[name]) for name, tensor in part.state_dict().items())
 
     def test_generators_differ_from_one_another_and_between_stages(self):
-        method, source, targets = built(**FEW)
+        method, source, targets = build_method(**FEW)
         method.fit_source(source)
         method.adapt(targets[0])
         weights = [generator.layers[0].weight for generator in method.generators]
         assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
     def test_pool_and_projection_are_in_the_state_but_not_in_the_network(self):
-        method, source, targets = built(**FEW)
-        empty = copied(method.state())
+        method, source, targets = build_method(**FEW)
+        empty = snapshot(method.state())
         assert {name.partition(".")[0] for name in empty} == {"network", "memory", "projection"}
         method.fit_source(source)
-        state = copied(method.state())
+        state = snapshot(method.state())
         assert {name.split(".")[1] for name in state if name.startswith("generators.")} == {"0", "1"}
-        other, _, _ = built(**FEW)
+        other, _, _ = build_method(**FEW)
         chance = torch.random.get_rng_state()
         other.load_state(state)
         assert torch.equal(torch.random.get_rng_state(), chance)
@@ -121,8 +121,8 @@ class TestPool:
 
 class TestStep:
     def started(self, which=0, **changes):
-        """A phase of the source about to make its first step."""
-        method, source, _ = built(**FEW, **changes)
+        """A phase of the source before its first step."""
+        method, source, _ = build_method(**FEW, **changes)
         phases = method.source_phases(source)
         run_out(phases[:which])
         phases[which].begin()
@@ -131,7 +131,7 @@ class TestStep:
         return method, phases[which]
 
     def test_names_of_the_four_kinds_of_phases(self):
-        method, source, _ = built(**FEW)
+        method, source, _ = build_method(**FEW)
         names = [phase.name for phase in method.source_phases(source)]
         assert names == ["generator 1", "generator 1 frozen", "generator 2", "generator 2 frozen"]
 
@@ -157,12 +157,12 @@ class TestStep:
         batch = stage.batches.draw(TINY["batch"])
         clean = batch.images * 0.5 + 0.5
         assert clean.min() >= -1e-6 and clean.max() <= 1 + 1e-6
-        made = stage._generator(clean, torch.randn(len(clean), NOISE_DIM, generator=stage._noise))
+        generated = stage._generator(clean, torch.randn(len(clean), NOISE_DIM, generator=stage._noise))
         old_noise = torch.randn(len(clean), NOISE_DIM, generator=stage._noise)
         assert torch.randint(1, (1,), generator=stage._noise) == 0
         old = twin.generators[0](clean, old_noise)
         u = torch.rand(len(clean), 1, 1, 1, generator=stage._noise)
-        views = [made, clean, old, u * clean + (1 - u) * old]
+        views = [generated, clean, old, u * clean + (1 - u) * old]
         output = twin.network(torch.cat([(view - 0.5) / 0.5 for view in views]))
         losses = [F.cross_entropy(part, batch.labels) for part in output.logits.chunk(4)]
         step = phase.step()
@@ -178,10 +178,10 @@ class TestStep:
         batch = stage.batches.draw(TINY["batch"])
         clean = batch.images * 0.5 + 0.5
         seen = stage._generator.look(clean)
-        made = stage._draw(seen)
-        before = copied(dict(method.network.named_parameters()) | dict(method.projection.named_parameters()))
-        generator = copied(stage._generator.state_dict())
-        terms = stage._expand(made, seen, clean, [batch.images] * 3, batch.labels)
+        output = stage._draw(seen)
+        before = snapshot(dict(method.network.named_parameters()) | dict(method.projection.named_parameters()))
+        generator = snapshot(stage._generator.state_dict())
+        terms = stage._expand(output, seen, clean, [batch.images] * 3, batch.labels)
         after = dict(method.network.named_parameters()) | dict(method.projection.named_parameters())
         assert same_tensors(after, before)
         assert not same_tensors(stage._generator.state_dict(), generator)
@@ -192,11 +192,11 @@ class TestStep:
         _, phase = self.started(0)
         stage = phase.stage
         batch = stage.batches.draw(TINY["batch"])
-        before = copied(stage._generator.state_dict())
+        before = snapshot(stage._generator.state_dict())
         stage._learn(batch.images, [batch.images], batch.labels)
         assert same_tensors(stage._generator.state_dict(), before)
 
-    def test_a_generator_learns_what_it_is_told(self):
+    def test_generator_follows_its_objective(self):
         """With one weight alone, its draws come apart, or its images can be brought back."""
         only = {"recognition": 0, "adversary": 0, "generator_lr": 0.01}
         stage = self.started(0, **only, cycle=0)[1].stage
@@ -218,9 +218,9 @@ class TestStep:
 
     def test_the_layout_of_gpus_is_kept_from_layer_to_layer_and_gives_the_same(self):
         """Each layer that turned images round would cost as much again on a GPU."""
-        made = {}
+        results = {}
         for channels_last in (False, True):
-            method, source, _ = built(**FEW)
+            method, source, _ = build_method(**FEW)
             if channels_last:
                 method.network.to(memory_format=torch.channels_last).channels_last = True
             layouts = set()
@@ -236,14 +236,14 @@ class TestStep:
                 phase.step()
                 phase.finish()
             assert layouts == {channels_last}
-            made[channels_last] = method.state()
-        for name, tensor in made[False].items():
-            torch.testing.assert_close(made[True][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+            results[channels_last] = method.state()
+        for name, tensor in results[False].items():
+            torch.testing.assert_close(results[True][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
     def test_recomputing_changes_no_bit(self):
         outcomes = []
         for recompute in (False, True):
-            method, source, targets = built(**FEW, recompute=recompute)
+            method, source, targets = build_method(**FEW, recompute=recompute)
             method.fit_source(source)
             method.adapt(targets[0])
             outcomes.append(method.state())
@@ -251,7 +251,7 @@ class TestStep:
 
     @pytest.mark.parametrize("recompute", [False, True])
     def test_a_step_reads_nothing_back_and_draws_from_its_generators_only(self, recompute):
-        method, source, targets = built(**FEW, recompute=recompute, **{"target_transform.flip": 0.5})
+        method, source, targets = build_method(**FEW, recompute=recompute, **{"target_transform.flip": 0.5})
         method.fit_source(source)
         for phase in method.target_phases(targets[0]):
             assert phase.captures
@@ -268,9 +268,9 @@ class TestStep:
 
 class TestStages:
     def test_targets_are_learnt_by_shots_labels_and_everything_trains(self):
-        method, source, targets = built(epochs=1)
+        method, source, targets = build_method(epochs=1)
         method.fit_source(source)
-        before = copied(method.state())
+        before = snapshot(method.state())
         (phase,) = method.target_phases(targets[0])
         phase.begin()
         assert phase.begin_epoch(0).keys() >= {"lr", "labels_changed", "labels_as_predicted"}
@@ -283,7 +283,7 @@ class TestStages:
         assert not any(torch.equal(after[name], before[name]) for name in weights)
 
     def test_rate_and_labels_follow_the_epochs_of_the_stage(self):
-        method, source, targets = built(epochs=9, steps=1, target_generators=3, refresh=2)
+        method, source, targets = build_method(epochs=9, steps=1, target_generators=3, refresh=2)
         method.fit_source(source)
         phases = method.target_phases(targets[0])
         seen = [phase.begin_epoch(epoch) for phase in phases for epoch in range(phase.epochs)]
@@ -292,14 +292,14 @@ class TestStages:
         assert [record["lr"] for record in seen] == [plain.begin_epoch(epoch)["lr"] for epoch in range(9)]
 
     def test_batches_go_on_from_one_generator_to_the_next(self):
-        method, source, _ = built(epochs=4, source_generators=4)
+        method, source, _ = build_method(epochs=4, source_generators=4)
         phases = method.source_phases(source)
         assert len({id(phase.stage) for phase in phases}) == 1
         assert phases[0].generators is phases[1].generators
 
     @pytest.mark.parametrize(("replay", "some"), [("union", True), ("none", False)])
     def test_the_memory_is_in_the_batches(self, replay, some):
-        method, source, targets = built(replay=replay)
+        method, source, targets = build_method(replay=replay)
         method.fit_source(source)
         phase, *_ = method.target_phases(targets[0])
         assert phase.stage.batches.draw(200).replayed.any().item() is some
@@ -307,7 +307,7 @@ class TestStages:
     def test_small_domains_give_numbers(self):
         tiny = [toy_domain("ink"), toy_domain("mud", 1), toy_domain("fog", 3), toy_domain("dew", 9, classes=(2,))]
         for changes in ({}, {"memory": 0}, {"batch": 2}):
-            method, source, targets = built(tiny, **changes)
+            method, source, targets = build_method(tiny, **changes)
             method.fit_source(source)
             for target in targets:
                 method.adapt(target)
@@ -339,7 +339,7 @@ def test_a_large_network_in_low_precision_gives_numbers():
 @pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.2, "network.hidden": 32, "network.dim": 16, "epochs": 3, "steps": 8, "batch": 8}
-    method, source, targets = built(**sizes, lr=0.03, source_generators=2)
+    method, source, targets = build_method(**sizes, lr=0.03, source_generators=2)
     method.fit_source(source)
     method.adapt(targets[0])
     for domain in (toy_domain("ink"), toy_domain("mud", 32)):

@@ -11,16 +11,16 @@ from ratp.runs.run import Run
 METHODS = ["efdm", "pcl", "snr"]
 
 
-def built(method, **changes):
-    made, source, targets = toy_method(toy_plan(method, changes=changes))
-    made.fit_source(source)
-    return made, targets[0].unlabelled()
+def build_method(method, **changes):
+    trainer, source, targets = toy_method(toy_plan(method, changes=changes))
+    trainer.fit_source(source)
+    return trainer, targets[0].unlabelled()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_are_refreshed_when_it_is_time(method):
-    made, target = built(method, refresh=2)
-    (phase,) = made.target_phases(target)
+    trainer, target = build_method(method, refresh=2)
+    (phase,) = trainer.target_phases(target)
     labels = phase.batches.labels
     labelled = ["labels_changed" in phase.begin_epoch(epoch) for epoch in range(5)]
     assert labelled == [True, False, True, False, True]
@@ -29,13 +29,13 @@ def test_labels_are_refreshed_when_it_is_time(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_last_labels_go_to_the_memory(method):
-    made, target = built(method)
-    (phase,) = made.target_phases(target)
+    trainer, target = build_method(method)
+    (phase,) = trainer.target_phases(target)
     phase.begin()
     phase.begin_epoch(0)
     phase.batches.labels.copy_(torch.arange(len(target)) % 4)
     phase.finish()
-    new = made.memory.images[made.memory.domains == 1], made.memory.labels[made.memory.domains == 1]
+    new = trainer.memory.images[trainer.memory.domains == 1], trainer.memory.labels[trainer.memory.domains == 1]
     assert len(new[0])
     for image, label in zip(*new, strict=True):
         place = int((target.images == image).flatten(1).all(dim=1).nonzero()[0])
@@ -45,17 +45,17 @@ def test_the_last_labels_go_to_the_memory(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_draws_from_the_listed_generators_only(method):
     """A second phase with its generators set to the first one's states makes the same step; torch's own stays."""
-    made, target = built(method)
-    (phase,) = made.target_phases(target)
+    trainer, target = build_method(method)
+    (phase,) = trainer.target_phases(target)
     assert phase.captures
     phase.begin()
     phase.begin_epoch(0)
     before = torch.random.get_rng_state()
     states = [generator.get_state() for generator in phase.generators]
-    kept = {name: tensor.clone() for name, tensor in made.state().items()}
+    kept = {name: tensor.clone() for name, tensor in trainer.state().items()}
     first = phase.step()
-    made.load_state(kept)
-    (again,) = made.target_phases(target)
+    trainer.load_state(kept)
+    (again,) = trainer.target_phases(target)
     again.batches.labels.copy_(phase.batches.labels)
     again.begin()
     again.begin_epoch(0)
@@ -69,8 +69,8 @@ def test_a_step_draws_from_the_listed_generators_only(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_epochs_and_steps_are_the_recipes(method):
-    made, target = built(method)
-    (phase,) = made.target_phases(target)
+    trainer, target = build_method(method)
+    (phase,) = trainer.target_phases(target)
     assert (phase.name, phase.epochs, phase.steps) == ("target", TINY["epochs"], TINY["steps"])
 
 

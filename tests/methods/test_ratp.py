@@ -19,7 +19,7 @@ from ratp.runs.run import Run
 BATCH = TINY["batch"]
 
 
-def built(domains=None, **changes):
+def build_method(domains=None, **changes):
     """RaTP on toy domains with some switches changed (``__`` for the dot), its source and its targets."""
     method, source, targets = toy_method(toy_plan(domains=domains, changes=_dotted(changes)))
     return method, source, [target.unlabelled() for target in targets]
@@ -29,15 +29,15 @@ def _dotted(changes):
     return {name.replace("__", "."): value for name, value in changes.items()}
 
 
-def trained(domains=None, **changes):
+def build_trained(domains=None, **changes):
     """The same after its source stage."""
-    method, source, targets = built(domains, **changes)
+    method, source, targets = build_method(domains, **changes)
     method.fit_source(source)
     return method, targets
 
 
 def start(method, domain):
-    """The phase on a domain, its first epoch begun."""
+    """The phase on a domain, in its first epoch."""
     phases = method.source_phases(domain) if hasattr(domain, "labels") else method.target_phases(domain)
     (phase,) = phases
     phase.begin()
@@ -58,12 +58,12 @@ def cloned(network):
 
 class TestOldModel:
     def test_there_is_none_on_the_source(self):
-        method, _, _ = built()
+        method, _, _ = build_method()
         assert method.old is None
         assert not any(name.startswith("old.") for name in method.state())
 
     def test_it_is_the_network_as_the_stage_left_it(self):
-        method, targets = trained()
+        method, targets = build_trained()
         for target in targets:
             assert same_tensors(method.old.state_dict(), method.network.state_dict())
             assert not method.old.training
@@ -71,7 +71,7 @@ class TestOldModel:
         assert same_tensors(method.old.state_dict(), method.network.state_dict())
 
     def test_it_does_not_change_during_the_next_stage(self):
-        method, (target, _) = trained()
+        method, (target, _) = build_trained()
         old, before = method.old, cloned(method.old)
         phase = start(method, target)
         for _ in range(5):
@@ -82,7 +82,7 @@ class TestOldModel:
         assert not any(torch.equal(p, q) for p, q in zip(method.network.parameters(), old.parameters(), strict=True))
 
     def test_no_gradient_could_enter_it(self):
-        method, _ = trained()
+        method, _ = build_trained()
         assert not any(parameter.requires_grad for parameter in method.old.parameters())
         shared = {p.data_ptr() for p in method.network.parameters()} & {p.data_ptr() for p in method.old.parameters()}
         assert not shared
@@ -90,11 +90,11 @@ class TestOldModel:
 
 class TestTerms:
     def test_the_source_has_no_distillation(self):
-        method, source, _ = built()
+        method, source, _ = build_method()
         assert start(method, source).step().keys() == {"total", "ce", "pca"}
 
     def test_a_target_has(self):
-        method, (target, _) = trained()
+        method, (target, _) = build_trained()
         assert start(method, target).step().keys() == {"total", "ce", "pca", "distill", "confident"}
 
     @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ class TestTerms:
         ],
     )
     def test_a_weight_of_zero_leaves_a_term_out(self, changes, terms):
-        method, (target, _) = trained(**changes)
+        method, (target, _) = build_trained(**changes)
         assert start(method, target).step().keys() == terms | {"total", "confident"}
 
     @pytest.mark.parametrize(
         "changes", [{}, {"memory__replay": "separate"}, {"pca__weight": 0.3, "distill__weight": 2}]
     )
     def test_the_total_is_their_sum(self, changes):
-        method, (target, _) = trained(**changes)
+        method, (target, _) = build_trained(**changes)
         record = start(method, target).step()
         terms = [value for name, value in record.items() if name not in ("total", "confident")]
         torch.testing.assert_close(record["total"], torch.stack(terms).sum())
@@ -123,7 +123,7 @@ class TestTerms:
     def test_a_weight_is_a_factor(self):
         records = {}
         for weight in (1.0, 3.0):
-            method, (target, _) = trained()
+            method, (target, _) = build_trained()
             config = method.config
             method.config = replace(
                 config, pca=replace(config.pca, weight=weight), distill=replace(config.distill, weight=weight)
@@ -134,7 +134,7 @@ class TestTerms:
         torch.testing.assert_close(records[3.0]["ce"], records[1.0]["ce"])
 
     def test_distillation_is_nothing_while_new_and_old_are_one(self):
-        method, (target, _) = trained(distill__student="eval", distill__weight=1)
+        method, (target, _) = build_trained(distill__student="eval", distill__weight=1)
         for layer in method.network.modules():
             if isinstance(layer, torch.nn.BatchNorm1d | torch.nn.BatchNorm2d):
                 layer.momentum = 0.0  # statistics stay as the old model has them
@@ -144,11 +144,11 @@ class TestTerms:
         assert later > 1e-5
 
     def test_a_student_in_training_never_quite_agrees(self):
-        method, (target, _) = trained()
+        method, (target, _) = build_trained()
         assert start(method, target).step()["distill"].item() > 1e-5
 
     def test_confidence_is_recorded_on_targets_only(self):
-        method, source, (target, _) = built()
+        method, source, (target, _) = build_method()
         assert "confident" not in start(method, source).step()
         method.fit_source(source)
         assert 0 <= start(method, target).step()["confident"].item() <= 1
@@ -156,14 +156,14 @@ class TestTerms:
 
 class TestAugmentation:
     def test_the_source_is_doubled(self):
-        method, source, _ = built()
+        method, source, _ = build_method()
         seen = passes(method.network)
         start(method, source).step()
         assert [(training, len(images)) for training, images in seen] == [(True, 2 * BATCH)]
 
     @pytest.mark.parametrize(("r_con", "share"), [(1.0, 0), (0.0, 1)])
     def test_the_threshold_decides_on_a_target(self, r_con, share):
-        method, (target, _) = trained(r_con=r_con)
+        method, (target, _) = build_trained(r_con=r_con)
         phase = start(method, target)
         seen = passes(method.network)
         assert phase.step()["confident"].item() == share
@@ -176,12 +176,12 @@ class TestAugmentation:
     @pytest.mark.parametrize("strict", [True, False])
     def test_reaching_the_threshold_is_enough_unless_strict(self, strict):
         """A classifier of zeros gives every class of four exactly a quarter."""
-        method, (target, _) = trained(strict=strict, r_con=0.25)
+        method, (target, _) = build_trained(strict=strict, r_con=0.25)
         torch.nn.init.zeros_(method.network.classifier.weight)
         assert start(method, target).step()["confident"].item() == (0 if strict else 1)
 
     def test_copies_keep_their_labels(self, monkeypatch):
-        method, source, _ = built()
+        method, source, _ = build_method()
         phase = start(method, source)
         taken = []
         real = module.F.cross_entropy
@@ -193,7 +193,7 @@ class TestAugmentation:
         assert torch.equal(labels[:BATCH], labels[BATCH:])
 
     def test_copies_differ_from_the_images_and_from_each_other(self):
-        method, source, _ = built()
+        method, source, _ = build_method()
         seen = passes(method.network)
         phase = start(method, source)
         phase.step()
@@ -203,13 +203,13 @@ class TestAugmentation:
         assert not torch.equal(seen[0][1][BATCH:], seen[1][1][BATCH:])
 
     def test_apart_they_pass_in_two_batches(self):
-        method, source, _ = built(joint_batch=False)
+        method, source, _ = build_method(joint_batch=False)
         seen = passes(method.network)
         start(method, source).step()
         assert [(training, len(images)) for training, images in seen] == [(True, BATCH), (True, BATCH)]
 
     def test_apart_a_single_confident_image_is_not_a_batch(self):
-        method, (target, _) = trained(joint_batch=False)
+        method, (target, _) = build_trained(joint_batch=False)
         phase = start(method, target)
         with torch.no_grad():
             confidence = [
@@ -224,7 +224,7 @@ class TestAugmentation:
     def test_showing_it_leaves_training_as_it_was(self):
         ends = []
         for shown in (False, True):
-            method, source, _ = built()
+            method, source, _ = build_method()
             if shown:
                 draws = method.show(source.images[:5], torch.Generator().manual_seed(1))
                 assert [(t.shape, t.dtype) for t in draws.values()] == [((5, 3, 32, 32), torch.uint8)] * 3
@@ -235,7 +235,7 @@ class TestAugmentation:
 
     def test_a_kernel_larger_than_the_images_is_refused(self):
         with pytest.raises(ConfigError, match=r"kernel of 33 does not fit into images of 32×32"):
-            built(randmix__kernel_sizes="5,33")
+            build_method(randmix__kernel_sizes="5,33")
 
 
 class TestMemory:
@@ -247,7 +247,7 @@ class TestMemory:
             return PseudoLabels(labels, embedding[:4], embedding[:4], torch.ones(4, dtype=torch.bool))
 
         monkeypatch.setattr(module, "t2pl", in_turn)
-        method, targets = trained()
+        method, targets = build_trained()
         for domains, quota in ((1, 6), (2, 3), (3, 2)):
             groups = (method.memory.domains * 4 + method.memory.labels).bincount(minlength=4 * domains)
             assert groups.tolist() == [quota] * 4 * domains
@@ -255,14 +255,14 @@ class TestMemory:
                 method.adapt(targets[domains - 1])
 
     def test_it_holds_images_of_the_domains_with_their_labels(self):
-        method, source, _ = built()
+        method, source, _ = build_method()
         method.fit_source(source)
         for image, label in zip(method.memory.images, method.memory.labels, strict=True):
             (position,) = (source.images == image).flatten(1).all(dim=1).nonzero().squeeze(1).tolist()
             assert source.labels[position] == label
 
     def test_it_never_outgrows_its_size(self):
-        method, targets = trained()
+        method, targets = build_trained()
         for target in targets:
             method.adapt(target)
             assert len(method.memory) <= TINY["memory"]
@@ -270,7 +270,7 @@ class TestMemory:
         assert method.memory.seen == 3
 
     def test_it_may_be_empty(self):
-        method, targets = trained(memory=0)
+        method, targets = build_trained(memory=0)
         for target in targets:
             method.adapt(target)
         assert len(method.memory) == 0
@@ -281,7 +281,7 @@ class TestMemory:
     )
     def test_replay(self, replay, joint, apart):
         """White images stand for the memory, and are looked for in what the network is trained on."""
-        method, (target, _) = trained(memory__replay=replay, r_con=1.0)
+        method, (target, _) = build_trained(memory__replay=replay, r_con=1.0)
         method.memory.images = torch.full_like(method.memory.images, 255)
         phase = start(method, target)
         seen = passes(method.network)
@@ -293,8 +293,8 @@ class TestMemory:
         assert any(rows.all() for rows in white) == apart
         assert any(rows.any() for rows in white) == (joint or apart)
 
-    def test_the_source_is_never_mixed_with_it(self):
-        method, source, _ = built()
+    def test_source_is_never_mixed_with_memory(self):
+        method, source, _ = build_method()
         method.fit_source(source)
         method.memory.images = torch.full_like(method.memory.images, 255)
         seen = passes(method.network)
@@ -302,8 +302,8 @@ class TestMemory:
         assert not any((images[:BATCH] == 1).flatten(1).all(dim=1).any() for _, images in seen)
 
     @pytest.mark.parametrize("augmented", [True, False])
-    def test_its_images_get_copies_unless_told_not_to(self, augmented):
-        method, (target, _) = trained(augment_replay=augmented, r_con=0.0)
+    def test_replayed_images_get_copies_by_default(self, augmented):
+        method, (target, _) = build_trained(augment_replay=augmented, r_con=0.0)
         method.memory.images = torch.full_like(method.memory.images, 255)
         phase = start(method, target)
         seen = passes(method.network)
@@ -317,7 +317,7 @@ class TestMemory:
         assert replayed
 
     def test_a_domain_with_few_images_of_a_class_gives_all_it_has(self):
-        method, _ = trained([toy_domain("ink", 10), toy_domain("mud")])
+        method, _ = build_trained([toy_domain("ink", 10), toy_domain("mud")])
         assert method.memory.quota(1) == 6
         assert len(method.memory) == 8  # what the split left of ten images
         assert len({image.numpy().tobytes() for image in method.memory.images}) == 8
@@ -328,7 +328,7 @@ class TestLabels:
         ("refresh", "due"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), (9, [0])]
     )
     def test_they_are_refreshed_when_due(self, refresh, due):
-        method, (target, _) = trained(refresh=refresh, epochs=5, steps=1)
+        method, (target, _) = build_trained(refresh=refresh, epochs=5, steps=1)
         (phase,) = method.target_phases(target)
         refreshed = []
         for epoch in range(5):
@@ -338,7 +338,7 @@ class TestLabels:
         assert refreshed == due
 
     def test_their_record_is_a_set_of_shares(self):
-        method, (target, _) = trained()
+        method, (target, _) = build_trained()
         record = method.target_phases(target)[0].begin_epoch(0)
         assert record.keys() == {"lr", "labels_changed", "labels_as_predicted", "smallest_class", "largest_class"}
         assert record["labels_changed"] == 1
@@ -346,12 +346,12 @@ class TestLabels:
 
     def test_they_are_made_of_what_the_model_thinks_at_rest(self, monkeypatch):
         """In evaluation mode, of all images, with the switches as set."""
-        method, (target, _) = trained(t2pl__r_top=7, t2pl__classes="all")
-        asked = []
+        method, (target, _) = build_trained(t2pl__r_top=7, t2pl__classes="all")
+        modes = []
         real = module.t2pl
-        monkeypatch.setattr(module, "t2pl", lambda *given: asked.append(given) or real(*given))
+        monkeypatch.setattr(module, "t2pl", lambda *given: modes.append(given) or real(*given))
         start(method, target)
-        ((embedding, probabilities, config),) = asked
+        ((embedding, probabilities, config),) = modes
         with torch.no_grad():
             output = method.network.eval()(method.scaling(target.images))
         torch.testing.assert_close(embedding, output.embedding)
@@ -370,21 +370,21 @@ class TestLabels:
         stored = {}
         for which in ("last", "final"):
             calls.clear()
-            method, (target, _) = trained(memory__labels=which)
+            method, (target, _) = build_trained(memory__labels=which)
             method.adapt(target)
             stored[which] = set(method.memory.labels[method.memory.domains == 1].tolist())
         assert stored == {"last": {1}, "final": {2}}
 
-    def test_a_class_that_does_not_occur_is_no_trouble(self):
+    def test_absent_class_is_tolerated(self):
         domains = [toy_domain("ink"), toy_domain("mud", classes=(0, 2, 3)), toy_domain("fog", classes=(1,))]
-        method, targets = trained(domains)
+        method, targets = build_trained(domains)
         for target in targets:
             method.adapt(target)
         assert all_finite(method.state())
         assert 0 <= int(method.memory.labels.min()) <= int(method.memory.labels.max()) < 4
 
-    def test_a_class_the_source_lacks_is_no_trouble(self):
-        method, targets = trained([toy_domain("ink", classes=(0, 1, 2)), toy_domain("mud")])
+    def test_class_missing_from_the_source_is_tolerated(self):
+        method, targets = build_trained([toy_domain("ink", classes=(0, 1, 2)), toy_domain("mud")])
         method.adapt(targets[0])
         assert all_finite(method.state())
 
@@ -401,14 +401,14 @@ class TestSmallDomains:
     def test_a_batch_that_is_all_memory_distils_nothing(self, student):
         """One target image among many exemplars: a batch may hold none of it."""
         domains = [toy_domain("ink", 80), toy_domain("mud", 1)]
-        method, (target,) = trained(domains, memory=48, batch=2, distill__data="target", distill__student=student)
+        method, (target,) = build_trained(domains, memory=48, batch=2, distill__data="target", distill__student=student)
         phase = start(method, target)
         distilled = [phase.step()["distill"].item() for _ in range(8)]
         assert 0.0 in distilled
         assert all_finite(method.state())
 
     def test_a_source_smaller_than_a_batch(self):
-        method, targets = trained([toy_domain("ink", 12), toy_domain("mud")], batch=64)
+        method, targets = build_trained([toy_domain("ink", 12), toy_domain("mud")], batch=64)
         method.adapt(targets[0])
         assert all_finite(method.state())
 
@@ -416,7 +416,7 @@ class TestSmallDomains:
 class TestLearning:
     @pytest.mark.parametrize("on", ["source", "target"])
     def test_every_parameter_trains(self, on):
-        method, source, (target, _) = built()
+        method, source, (target, _) = build_method()
         if on == "target":
             method.fit_source(source)
         before = [parameter.detach().clone() for parameter in method.network.parameters()]
@@ -428,7 +428,7 @@ class TestLearning:
 
     def test_the_prototypes_are_pulled_to_their_class(self):
         """With alignment alone, the rows of the classifier move."""
-        method, source, _ = built()
+        method, source, _ = build_method()
         before = method.network.prototypes.detach().clone()
         start(method, source).step()
         assert (method.network.prototypes - before).norm(dim=1).min() > 0
@@ -436,7 +436,7 @@ class TestLearning:
     def test_it_learns_the_toy(self):
         domains = [toy_domain("ink", 80), toy_domain("mud", 60)]
         changes = {"network__width": 0.2, "network__hidden": 32, "network__dim": 16, "epochs": 4, "steps": 8}
-        method, (target,) = trained(domains, **changes, batch=24, lr=0.03)
+        method, (target,) = build_trained(domains, **changes, batch=24, lr=0.03)
         right = (method.predict(domains[0].images).argmax(dim=1) == domains[0].labels).float().mean()
         assert right > 0.9
         method.adapt(target)
@@ -447,7 +447,7 @@ class TestLearning:
     )
     def test_no_stage_repeats_the_draws_of_another(self, count, which):
         """The same images twice give other batches; the same image twice, other copies."""
-        method, (target,) = trained([toy_domain("ink"), toy_domain("mud", count)], memory=0, r_con=0.0)
+        method, (target,) = build_trained([toy_domain("ink"), toy_domain("mud", count)], memory=0, r_con=0.0)
         firsts = []
         for _ in range(2):
             seen = passes(method.network)
@@ -458,9 +458,9 @@ class TestLearning:
         assert not torch.equal(*firsts)
 
     def test_a_stage_starts_from_its_own_chance(self):
-        """Whatever was drawn before it: only network, old network and memory carry over."""
-        method, (target, _) = trained()
-        fresh, _, _ = built()
+        """Only network, old network and memory carry over, not the random state."""
+        method, (target, _) = build_trained()
+        fresh, _, _ = build_method()
         fresh.load_state(copy.deepcopy(method.state()))
         for each in (method, fresh):
             each.adapt(target)
@@ -489,7 +489,7 @@ def other_values():
             values = (not item.value,)
         elif item.kind.startswith("one of "):
             values = tuple(v for v in item.kind.removeprefix("one of ").split(", ") if v != str(item.value))
-            values = tuple(v for v in values if (item.name, v) != ("labelling", "truth"))  # needs to be told
+            values = tuple(v for v in values if (item.name, v) != ("labelling", "truth"))  # needs labels
         else:
             values = numbers[item.name]
         yield from ((item.name, value) for value in values)
@@ -504,7 +504,7 @@ MAY_NOT_SHOW |= {"temperature", "labelling", "t2pl.top_set", "pca.form", "memory
 
 def all_stages(**changes):
     """The method after its source and both targets."""
-    method, targets = trained(**THREE_STEPS, **changes)
+    method, targets = build_trained(**THREE_STEPS, **changes)
     for target in targets:
         method.adapt(target)
     return method

@@ -37,7 +37,7 @@ def test_softmax_keeps_the_errors_that_t2pl_mends():
     assert target_phase(**{"t2pl.r_knn": 3})._pseudo_labels(features, probabilities).equal(truth)
 
 
-def test_truth_must_be_told():
+def test_truth_needs_labels():
     method, source, targets = toy_method(toy_plan(changes={"labelling": "truth"}))
     method.fit_source(source)
     with pytest.raises(RatpError, match="labelling=truth, ratp needs the labels of 'mud'"):
@@ -89,7 +89,7 @@ def test_prototypes_come_from_the_domain_and_from_the_memory_of_others():
     assert not torch.equal(phase._prototypes, before)
 
 
-def test_prototypes_are_taken_anew_with_the_labels():
+def test_prototypes_are_refreshed_with_the_labels():
     phase = target_phase(alignment="pl", refresh=2)
     taken = []
     phase._update_prototypes = lambda: taken.append(epoch)

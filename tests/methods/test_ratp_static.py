@@ -124,7 +124,7 @@ def test_a_step_without_any_leaves_the_statistics_of_copies_alone():
     assert all(record["confident"].item() == 0 for record in records)
 
 
-def test_copies_nobody_asked_for_have_no_influence(monkeypatch):
+def test_unrequested_copies_have_no_influence(monkeypatch):
     """Whatever numbers they consist of."""
     ends = []
     for spoilt in (False, True):

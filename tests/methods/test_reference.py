@@ -254,6 +254,6 @@ def test_the_package_knows_nothing_of_it():
     assert not [path.name for path in files if "ratp_reference" in path.read_text(encoding="utf-8")]
 
 
-def test_what_is_not_here_is_refused():
+def test_unsupported_settings_are_refused():
     with pytest.raises(ValueError, match=r"joint_batch=False, memory\.replay=none"):
         both(joint_batch=False, **{"memory.replay": "none"})

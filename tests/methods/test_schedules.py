@@ -7,7 +7,7 @@ import pytest
 from ratp.config import switches
 from ratp.functional.optim import StageSGD
 from ratp.methods import METHODS
-from source_free_checks import built
+from source_free_checks import build_method
 
 STEPS = 5
 FALLING = [
@@ -17,18 +17,18 @@ FALLING = [
 
 @pytest.mark.parametrize("name", FALLING)
 def test_it_knows_the_steps_of_an_epoch(name, monkeypatch):
-    made, make = [], StageSGD.__init__
+    schedules, make = [], StageSGD.__init__
 
     def watched(self, parameters, lr, epochs, config, steps=1):
         make(self, parameters, lr, epochs, config, steps)
         if config.schedule == "per-step":
-            made.append(steps)
+            schedules.append(steps)
 
     monkeypatch.setattr(StageSGD, "__init__", watched)
     more = {"decay": 1} if name == "l2d" else {}  # its own steps of the rate would come on top
-    method, source, targets = built(name, **{"sgd.schedule": "per-step", "steps": STEPS, "epochs": 2, **more})
+    method, source, targets = build_method(name, **{"sgd.schedule": "per-step", "steps": STEPS, "epochs": 2, **more})
     method.fit_source(source)
-    if name != "oracle":  # which is told labels
+    if name != "oracle":  # which gets the labels
         method.adapt(targets[0])
-    assert made
-    assert set(made) == {STEPS}
+    assert schedules
+    assert set(schedules) == {STEPS}

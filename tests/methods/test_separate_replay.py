@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratp.functional.norm import batch_norms
-from source_free_checks import built
+from source_free_checks import build_method
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_running_statistics_are_those_of_both(name, switch):
     """Every layer has seen more batches than without replay: those of earlier domains too, which it is measured on."""
     seen = []
     for replay in ("none", "separate"):
-        method, source, targets = built(name, **{switch: replay})
+        method, source, targets = build_method(name, **{switch: replay})
         method.fit_source(source)
         method.adapt(targets[0])
         seen.append([layer.num_batches_tracked.item() for layer in batch_norms(method.network).values()])

@@ -42,17 +42,17 @@ def test_it_adapts():
 
 
 def test_a_target_stage_is_as_long_as_any():
-    method, source, targets = checks.built(NAME)
+    method, source, targets = checks.build_method(NAME)
     method.fit_source(source)
     assert checks.steps_of(method.target_phases(targets[0])) == {"target": checks.all_steps()}
 
 
 def test_exemplars_have_the_last_labels():
-    method, source, targets = checks.built(NAME)
+    method, source, targets = checks.build_method(NAME)
     method.fit_source(source)
     assert method.stage == 1
     (phase,) = method.target_phases(targets[0])
-    checks.run_out([phase])
+    checks.run_phases([phase])
     known = {bytes(i.flatten()): label for i, label in zip(targets[0].images, phase.batches.labels, strict=True)}
     of_target = method.memory.domains == 1
     assert method.stage == 2
@@ -63,7 +63,7 @@ def test_exemplars_have_the_last_labels():
 
 def test_labels_are_smoothed_on_the_source():
     """Targets (1 − ε)·one-hot + ε/K."""
-    method, source, _ = checks.built(NAME)
+    method, source, _ = checks.build_method(NAME)
     (phase,) = method.source_phases(source)
     network = Network(method.setting.recipe.network, 4)
     network.load_state_dict(method.network.state_dict())
@@ -82,7 +82,7 @@ def test_labels_are_smoothed_on_the_source():
 def test_a_stage_written_out(rate):
     """The whole target stage once more, with SHOT's own optimiser: Nesterov's momentum, a rate that falls by steps."""
     own = {name: value for name, value in SHOT_LARGE.items() if name.startswith("sgd.")}
-    method, source, targets = checks.built(NAME, backbone_rate=rate, replay="none", **own)
+    method, source, targets = checks.build_method(NAME, backbone_rate=rate, replay="none", **own)
     method.fit_source(source)
     network = Network(method.setting.recipe.network, 4)
     network.load_state_dict(method.network.state_dict())

@@ -13,8 +13,8 @@ from ratp.methods.shared.source_free import RotationTask, rotate
 NAME = "shot+"
 
 
-def begun(**changes):
-    method, source, targets = checks.built(NAME, **changes)
+def start_target(**changes):
+    method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     return method, method.target_phases(targets[0])
 
@@ -57,29 +57,29 @@ def test_with_it_it_is_not():
 
 
 def test_the_head_learns_first_for_as_many_steps():
-    _, phases = begun()
+    _, phases = start_target()
     assert checks.steps_of(phases) == {"rotation": checks.all_steps(), "target": checks.all_steps()}
 
 
 def test_the_heads_training_changes_nothing_of_the_network():
-    method, (rotation, _) = begun()
-    state, head = checks.copy(method.state()), checks.copy(rotation._head.state_dict())
-    checks.run_out([rotation])
+    method, (rotation, _) = start_target()
+    state, head = checks.snapshot(method.state()), checks.snapshot(rotation._head.state_dict())
+    checks.run_phases([rotation])
     assert same_tensors(method.state(), state)
     assert not same_tensors(rotation._head.state_dict(), head)
 
 
 def test_the_best_head_stays():
-    _, (rotation, target) = begun()
+    _, (rotation, target) = start_target()
     measured = []
     real = rotation._measure
 
     def noted():
-        measured.append((real(), checks.copy(rotation._head.state_dict())))
+        measured.append((real(), checks.snapshot(rotation._head.state_dict())))
         return measured[-1][0]
 
     rotation._measure = noted
-    (record,) = checks.run_out([rotation])
+    (record,) = checks.run_phases([rotation])
     best = max(accuracy for accuracy, _ in measured)
     assert len(measured) == rotation.epochs
     assert record == {"rotation_accuracy": best}
@@ -88,14 +88,14 @@ def test_the_best_head_stays():
 
 
 def test_the_head_learns_on_in_the_stage():
-    _, (rotation, target) = begun()
-    head = checks.copy(rotation._head.state_dict())
-    checks.run_out([target])
+    _, (rotation, target) = start_target()
+    head = checks.snapshot(rotation._head.state_dict())
+    checks.run_phases([target])
     assert not same_tensors(rotation._head.state_dict(), head)
 
 
 def test_the_loss_passes_the_turned_image_only():
-    method, _ = begun()
+    method, _ = start_target()
     task = RotationTask(method.setting, 1, 0.2)
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     upright = method.network.eval()(images).embedding
@@ -112,7 +112,7 @@ def test_the_loss_passes_the_turned_image_only():
 
 
 def test_every_stage_has_a_new_head():
-    method, _ = begun()
+    method, _ = start_target()
     one, again, other = (RotationTask(method.setting, stage, 0.2).head.weight for stage in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
@@ -121,6 +121,6 @@ def test_every_stage_has_a_new_head():
 def test_images_must_be_square():
     from dataclasses import replace
 
-    method, _ = begun()
+    method, _ = start_target()
     with pytest.raises(ConfigError, match="32×16 cannot be rotated"):
         RotationTask(replace(method.setting, image_size=(32, 16)), 1, 0.2)

@@ -12,9 +12,9 @@ from ratp.runs.run import Run
 NAME = "shot++"
 
 
-def begun(**changes):
+def start_target(**changes):
     """A method after its source, and the last phase of its first target."""
-    method, source, targets = checks.built(NAME, **changes)
+    method, source, targets = checks.build_method(NAME, **changes)
     method.fit_source(source)
     return method, method.target_phases(targets[0])[-1]
 
@@ -40,20 +40,20 @@ def test_it_adapts():
 
 
 def test_the_stage_is_that_of_shot_plus_and_as_many_steps_again():
-    method, source, targets = checks.built(NAME)
+    method, source, targets = checks.build_method(NAME)
     method.fit_source(source)
     steps = checks.all_steps()
     assert checks.steps_of(method.target_phases(targets[0])) == {"rotation": steps, "target": steps, "mixmatch": steps}
-    plus, _, _ = checks.built("shot+")
+    plus, _, _ = checks.build_method("shot+")
     plus.fit_source(source)
-    checks.run_out(method.target_phases(targets[0])[:-1])
-    checks.run_out(plus.target_phases(targets[0]))
+    checks.run_phases(method.target_phases(targets[0])[:-1])
+    checks.run_phases(plus.target_phases(targets[0]))
     assert same_tensors(method.network.state_dict(), plus.network.state_dict())
     assert method.stage == 1  # exemplars come with the last phase
 
 
 def test_exemplars_have_what_the_model_predicts_in_the_end():
-    method, source, targets = checks.built(NAME)
+    method, source, targets = checks.build_method(NAME)
     method.fit_source(source)
     method.adapt(targets[0])
     assert method.stage == 2
@@ -63,7 +63,7 @@ def test_exemplars_have_what_the_model_predicts_in_the_end():
 
 
 def test_the_domain_is_split_once():
-    _, phase = begun()
+    _, phase = start_target()
     phase.begin()
     assert 0 < phase.begin_epoch(0)["labelled"] < 1
     assert len(phase._sure) + len(phase._unsure) == 32
@@ -72,7 +72,7 @@ def test_the_domain_is_split_once():
 
 
 def test_the_weight_of_the_squared_error_grows_from_nothing():
-    _, phase = begun()
+    _, phase = start_target()
     phase.begin()
     phase.begin_epoch(0)
     seen = [phase.step()["consistency"].item() for _ in range(2)]
@@ -86,15 +86,15 @@ def test_with_one_part_empty_the_steps_do_nothing(sure, replay, monkeypatch):
     import ratp.methods.shot_plus_plus as module
 
     monkeypatch.setattr(module, "confident_split", lambda e, *_: torch.full(e.shape, sure))
-    method, phase = begun(replay=replay, **{"mixmatch.new_classifier": True})
-    before = checks.copy(method.network.state_dict())
-    (record,) = checks.run_out([phase])
+    method, phase = start_target(replay=replay, **{"mixmatch.new_classifier": True})
+    before = checks.snapshot(method.network.state_dict())
+    (record,) = checks.run_phases([phase])
     assert record["exemplars"] > 0
     assert same_tensors(method.network.state_dict(), before)
 
 
 def test_a_new_classifier_is_trained():
-    method, source, targets = checks.built(NAME, **{"mixmatch.new_classifier": True})
+    method, source, targets = checks.build_method(NAME, **{"mixmatch.new_classifier": True})
     method.fit_source(source)
     old = method.network.classifier.weight.clone()
     phases = method.target_phases(targets[0])
@@ -108,7 +108,7 @@ def test_a_new_classifier_is_trained():
 
 
 def test_exemplars_count_as_labelled():
-    method, phase = begun()
+    method, phase = start_target()
     phase.begin()
     phase.begin_epoch(0)
     method.memory.labels.fill_(3)
@@ -126,7 +126,7 @@ def test_without_mixing_it_is_cross_entropy_and_squared_error(monkeypatch):
     monkeypatch.setattr(module, "draw_ratio", lambda *_: torch.tensor(1.0))
     seen = []
     monkeypatch.setattr(module, "soft_cross_entropy", lambda logits, targets: seen.append(targets) or logits.sum() * 0)
-    _, phase = begun()
+    _, phase = start_target()
     phase.begin()
     phase.begin_epoch(0)
     phase.step()

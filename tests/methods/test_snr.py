@@ -16,12 +16,12 @@ from ratp.networks.weights import Weights
 from ratp.training.method import Setting
 
 
-def built(**changes):
+def build_method(**changes):
     method, source, targets = toy_method(toy_plan("snr", changes=changes))
     return method, source, [target.unlabelled() for target in targets]
 
 
-def copied(state):
+def snapshot(state):
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
@@ -30,9 +30,9 @@ def places(method):
 
 
 def test_it_acts_after_every_block_of_dtn_and_draws_its_numbers_from_the_seed():
-    method, _, _ = built()
+    method, _, _ = build_method()
     assert places(method) == ["3.snr", "7.snr", "11.snr"]
-    again, _, _ = built()
+    again, _, _ = build_method()
     assert same_tensors(method.network.state_dict(), again.network.state_dict())
     plain, _, _ = toy_method(toy_plan("source-only"))
     own = {n: t for n, t in method.network.state_dict().items() if ".snr." not in n}
@@ -60,7 +60,7 @@ def test_pretrained_resnets_still_load_and_learn():
 
 
 def test_open_gates_predict_as_a_network_without():
-    method, source, _ = built()
+    method, source, _ = build_method()
     plain, _, _ = toy_method(toy_plan("source-only"))
     before = plain.predict(source.images)
     assert not torch.allclose(method.predict(source.images), before, atol=1e-4)
@@ -72,9 +72,9 @@ def test_open_gates_predict_as_a_network_without():
 
 
 def test_the_source_loss_is_cross_entropy_of_smoothed_labels():
-    method, source, _ = built()
+    method, source, _ = build_method()
     (phase,) = method.source_phases(source)
-    twin, _, _ = built()
+    twin, _, _ = build_method()
     (other,) = twin.source_phases(source)
     other.begin()
     other.begin_epoch(0)
@@ -91,14 +91,14 @@ def test_the_source_loss_is_cross_entropy_of_smoothed_labels():
 def test_a_target_step_is_shots_and_leaves_the_classifier_alone():
     pair = []
     for _ in range(2):
-        method, source, targets = built()
+        method, source, targets = build_method()
         method.fit_source(source)
         (phase,) = method.target_phases(targets[0])
         phase.begin()
         phase.begin_epoch(0)
         pair.append((method, phase))
     (method, phase), (twin, other) = pair
-    before = copied(method.network.state_dict())
+    before = snapshot(method.network.state_dict())
     batch = other.batches.draw(TINY["batch"])
     logits = twin.network.train()(batch.images).logits
     step = phase.step()
@@ -114,7 +114,7 @@ def test_a_target_step_is_shots_and_leaves_the_classifier_alone():
 
 
 def test_the_classifier_stays_over_whole_target_stages():
-    method, source, targets = built()
+    method, source, targets = build_method()
     before = method.network.prototypes.clone()
     method.fit_source(source)
     source_model = method.network.prototypes.clone()
@@ -125,7 +125,7 @@ def test_the_classifier_stays_over_whole_target_stages():
 
 
 def test_every_parameter_is_in_one_group():
-    method, _, _ = built(dual_weight=0.01, backbone_rate=0.1)
+    method, _, _ = build_method(dual_weight=0.01, backbone_rate=0.1)
     for classifier in (True, False):
         (backbone, slow), (head, fast) = method.groups(classifier=classifier)
         assert (slow, fast) == (0.1, 1.0)
@@ -139,30 +139,30 @@ def test_every_parameter_is_in_one_group():
 
 class TestDual:
     def test_it_is_off_by_default(self):
-        method, _, _ = built()
+        method, _, _ = build_method()
         assert method.heads is None
         assert {name.partition(".")[0] for name in method.state()} == {"network", "memory"}
 
     def test_it_adds_to_both_losses_and_its_heads_are_kept(self):
-        method, source, targets = built(dual_weight=0.01)
+        method, source, targets = build_method(dual_weight=0.01)
         (phase,) = method.source_phases(source)
         assert phase.step().keys() == {"total", "ce", "dual"}
-        before = copied(method.heads.state_dict())
+        before = snapshot(method.heads.state_dict())
         method.fit_source(source)
         assert not any(torch.equal(t, before[n]) for n, t in method.heads.state_dict().items())
         (phase,) = method.target_phases(targets[0])
         phase.begin()
         phase.begin_epoch(0)
         assert phase.step().keys() == {"total", "ce", "im", "dual"}
-        other, _, _ = built(dual_weight=0.01)
+        other, _, _ = build_method(dual_weight=0.01)
         other.load_state(method.state())
         assert same_tensors(other.state(), method.state())
 
     def test_it_costs_the_modules_no_number_when_it_weighs_nothing(self):
         """Heads alone change nothing of the network but through the loss."""
-        method, source, _ = built(dual_weight=1e-30)
+        method, source, _ = build_method(dual_weight=1e-30)
         method.fit_source(source)
-        plain, _, _ = built()
+        plain, _, _ = build_method()
         plain.fit_source(source)
         for name, tensor in plain.network.state_dict().items():
             torch.testing.assert_close(method.network.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
@@ -170,7 +170,7 @@ class TestDual:
 
 @pytest.mark.parametrize(("replay", "some"), [("union", True), ("none", False)])
 def test_the_memory_is_in_the_batches(replay, some):
-    method, source, targets = built(replay=replay)
+    method, source, targets = build_method(replay=replay)
     method.fit_source(source)
     (phase,) = method.target_phases(targets[0])
     assert phase.batches.draw(200).replayed.any().item() is some
@@ -178,7 +178,7 @@ def test_the_memory_is_in_the_batches(replay, some):
 
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.25, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 32}
-    method, source, targets = built(**sizes, lr=0.02)
+    method, source, targets = build_method(**sizes, lr=0.02)
     method.fit_source(source)
     method.adapt(targets[0])
     for name in ("ink", "mud"):

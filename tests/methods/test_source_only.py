@@ -14,13 +14,13 @@ from ratp.runs.events import StageStarted, Trained
 from ratp.runs.run import Run
 
 
-def built(**changes):
+def build_method(**changes):
     method, source, targets = toy_method(toy_plan("source-only", changes=changes))
     return method, source, [target.unlabelled() for target in targets]
 
 
-def test_targets_leave_it_alone():
-    method, source, targets = built()
+def test_targets_change_nothing():
+    method, source, targets = build_method()
     method.fit_source(source)
     before = {name: tensor.clone() for name, tensor in method.state().items()}
     for target in targets:
@@ -29,7 +29,7 @@ def test_targets_leave_it_alone():
     assert same_tensors(method.state(), before)
 
 
-def test_its_matrix_has_one_row_over_and_over(tmp_path):
+def test_matrix_repeats_one_row(tmp_path):
     run = Run(toy_plan("source-only"), tmp_path / "run")
     events = list(run.events())
     rows = accuracy_of(run.folder)
@@ -41,7 +41,7 @@ def test_its_matrix_has_one_row_over_and_over(tmp_path):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_it_is_plain_gradient_descent_on_cross_entropy(momentum):
     """The whole stage once more, written out: parameters move by the rate times gradient plus decay."""
-    method, source, _ = built(**{"sgd.momentum": momentum, "epochs": 3})
+    method, source, _ = build_method(**{"sgd.momentum": momentum, "epochs": 3})
     start = {name: tensor.clone() for name, tensor in method.network.state_dict().items()}
     method.fit_source(source)
 
@@ -72,20 +72,20 @@ def test_it_is_plain_gradient_descent_on_cross_entropy(momentum):
 
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.25, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 32}
-    method, source, _ = built(**sizes, lr=0.03)
+    method, source, _ = build_method(**sizes, lr=0.03)
     method.fit_source(source)
     unseen = toy_domain("ink", 200).subset(torch.arange(40, 200))
     assert (method.predict(unseen.images).argmax(dim=1) == unseen.labels).float().mean() > 0.9
 
 
 def test_it_keeps_no_memory_and_no_old_model():
-    method, source, _ = built()
+    method, source, _ = build_method()
     method.fit_source(source)
     assert all(name.startswith("network.") for name in method.state())
 
 
 def test_its_loss_is_all_it_reports():
-    method, source, _ = built()
+    method, source, _ = build_method()
     (phase,) = method.source_phases(source)
     phase.begin()
     assert phase.begin_epoch(0) == {"lr": method.setting.recipe.lr}

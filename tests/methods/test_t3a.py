@@ -13,7 +13,7 @@ W = torch.eye(2)
 BATCH = torch.tensor([[3.0, 1.0], [1.0, 1.2], [0.5, 4.0]])
 
 
-def built(trained=True, **changes):
+def build_method(trained=True, **changes):
     method, source, targets = toy_method(toy_plan("t3a", changes=changes))
     if trained:
         method.fit_source(source)
@@ -67,7 +67,7 @@ class TestSupports:
         assert (rows.norm(dim=1) > 0.99).all()
 
     def test_all_means_all_on_every_call(self):
-        method, (target, _) = built(supports=0)
+        method, (target, _) = build_method(supports=0)
         for count, part in enumerate(target.images.split(8), start=1):
             method.observe(part)
             assert len(method.supports.labels) == 4 + 8 * count
@@ -75,7 +75,7 @@ class TestSupports:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_only_the_classifier_changes_and_supports_are_bounded(count):
-    method, targets = built(supports=count)
+    method, targets = build_method(supports=count)
     before = {name: tensor.clone() for name, tensor in method.network.state_dict().items()}
     for target in targets:
         method.adapt(target)
@@ -89,7 +89,7 @@ def test_only_the_classifier_changes_and_supports_are_bounded(count):
 
 
 def test_the_source_is_measured_with_its_own_classifier_and_targets_with_the_adjusted_one():
-    method, (target, _) = built()
+    method, (target, _) = build_method()
     assert torch.equal(method.predict(target.images), classify(method.network, target.images, method.scaling))
     method.adapt(target)
     rows = method.supports.rows(4)
@@ -99,7 +99,7 @@ def test_the_source_is_measured_with_its_own_classifier_and_targets_with_the_adj
 
 
 def test_a_batch_is_labelled_by_w_and_predicted_after_it_joined():
-    method, (target, _) = built(supports=0)
+    method, (target, _) = build_method(supports=0)
     weight = method.network.prototypes.detach().clone()
     method.observe(target.images[:8])
     logits = method.observe(target.images[8:16])
@@ -111,9 +111,9 @@ def test_a_batch_is_labelled_by_w_and_predicted_after_it_joined():
     torch.testing.assert_close(logits, embedding[8:] @ expected.rows(4).T)
 
 
-def test_supports_are_kept_or_begun_again():
-    kept, targets = built(supports=0)
-    reset, _ = built(supports=0, reset=True)
+def test_supports_are_kept_or_reset():
+    kept, targets = build_method(supports=0)
+    reset, _ = build_method(supports=0, reset=True)
     for method in (kept, reset):
         for target in targets:
             method.adapt(target)
@@ -122,14 +122,14 @@ def test_supports_are_kept_or_begun_again():
 
 
 def test_one_image_is_enough():
-    method, (target, _) = built()
+    method, (target, _) = build_method()
     assert method.observe(target.images[:1]).isfinite().all()
     assert method.observed == 1
 
 
 class TestExemplars:
     def test_they_support_with_stored_labels_and_no_entropy_once(self):
-        method, targets = built(supports=0, exemplars=True)
+        method, targets = build_method(supports=0, exemplars=True)
         for target in targets:
             expected = method.memory.labels.clone()
             method.adapt(target)
@@ -139,14 +139,14 @@ class TestExemplars:
         assert len(method.supports.labels) == 4 + len(targets[0]) + len(targets[1]) + len(expected)
 
     def test_off_there_is_no_memory(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         method.adapt(target)
         assert len(method.memory) == 0
         assert method.stage == 2
 
     def test_an_empty_memory_adds_nothing(self):
-        one, (target, _) = built(exemplars=True, memory=0)
-        other, _ = built()
+        one, (target, _) = build_method(exemplars=True, memory=0)
+        other, _ = build_method()
         for method in (one, other):
             method.adapt(target)
         assert torch.equal(one.network.prototypes, other.network.prototypes)
@@ -157,10 +157,10 @@ def test_it_says_it_is_measured_with_running_statistics():
     assert plan.to_json(plan.load_stream())["evaluation_statistics"] == "running"
 
 
-def test_state_goes_there_and_back_before_and_after_a_target():
-    method, (target, _) = built(exemplars=True)
+def test_state_round_trip_before_and_after_a_target():
+    method, (target, _) = build_method(exemplars=True)
     for _ in range(2):
-        other, _ = built(trained=False, exemplars=True)
+        other, _ = build_method(trained=False, exemplars=True)
         other.load_state(method.state())
         assert same_tensors(other.state(), method.state())
         method.adapt(target)

@@ -13,14 +13,14 @@ from ratp.runs.plan import resolve
 from ratp.runs.request import RunRequest
 
 
-def built(name="tent", trained=True, **changes):
+def build_method(name="tent", trained=True, **changes):
     method, source, targets = toy_method(toy_plan(name, changes=changes))
     if trained:
         method.fit_source(source)
     return method, [target.unlabelled() for target in targets]
 
 
-def copied(method):
+def snapshot(method):
     return {name: tensor.clone() for name, tensor in method.state().items()}
 
 
@@ -36,8 +36,8 @@ def test_the_entropy_and_its_gradient():
 
 @pytest.mark.parametrize("optimiser", ["adam", "sgd"])
 def test_only_gamma_and_beta_change(optimiser):
-    method, targets = built(**{"step.optimiser": optimiser})
-    before = copied(method)
+    method, targets = build_method(**{"step.optimiser": optimiser})
+    before = snapshot(method)
     for target in targets:
         method.adapt(target)
     after = method.state()
@@ -49,7 +49,7 @@ def test_only_gamma_and_beta_change(optimiser):
 
 def test_a_step_by_hand():
     """The prediction is the one before the step; the step is plain SGD on the mean entropy."""
-    method, (target, _) = built(**{"step.optimiser": "sgd", "step.rate": 0.1, "replay": "none"})
+    method, (target, _) = build_method(**{"step.optimiser": "sgd", "step.rate": 0.1, "replay": "none"})
     images = target.images[:12]
     inputs, parameters = method.scaling(images), affine_parameters(method.network)
     with by_batch(method.network.eval()):
@@ -63,7 +63,7 @@ def test_a_step_by_hand():
 
 
 def test_it_lowers_the_entropy():
-    method, (target, _) = built(**{"replay": "none", "step.rate": 0.01})
+    method, (target, _) = build_method(**{"replay": "none", "step.rate": 0.01})
     first = logit_entropy(method.observe(target.images)).mean()
     for _ in range(10):
         last = logit_entropy(method.observe(target.images)).mean()
@@ -71,8 +71,8 @@ def test_it_lowers_the_entropy():
 
 
 def test_running_statistics_do_not_matter():
-    one, (target, _) = built()
-    other, _ = built()
+    one, (target, _) = build_method()
+    other, _ = build_method()
     for layer in batch_norms(other.network).values():
         layer.running_mean += 3
     for part in target.images.split(8):
@@ -80,8 +80,8 @@ def test_running_statistics_do_not_matter():
 
 
 def test_without_a_rate_it_is_adabn():
-    tent, targets = built(**{"step.rate": 0.0})
-    adabn, _ = built("adabn")
+    tent, targets = build_method(**{"step.rate": 0.0})
+    adabn, _ = build_method("adabn")
     for target in targets:
         tent.adapt(target)
         adabn.adapt(target)
@@ -91,7 +91,7 @@ def test_without_a_rate_it_is_adabn():
 
 class TestReplay:
     def test_it_is_cross_entropy_in_a_pass_of_its_own(self):
-        method, (target, _) = built(**{"step.optimiser": "sgd", "step.rate": 0.1})
+        method, (target, _) = build_method(**{"step.optimiser": "sgd", "step.rate": 0.1})
         images, parameters = target.images[:8], affine_parameters(method.network)
         places = method.setting.generator("batches", 1)
         index = torch.randint(len(method.memory), (8,), generator=places)
@@ -108,8 +108,8 @@ class TestReplay:
 
     @pytest.mark.parametrize("changes", [{"memory": 0}, {"memory": 3}, {"replay": "none"}])
     def test_without_exemplars_there_is_none(self, changes):
-        with_memory, targets = built()
-        without, _ = built(**changes)
+        with_memory, targets = build_method()
+        without, _ = build_method(**changes)
         assert len(without.memory) == 0
         assert without.stage == with_memory.stage == 1
         for method in (with_memory, without):
@@ -118,7 +118,7 @@ class TestReplay:
         assert not same_tensors(without.network.state_dict(), with_memory.network.state_dict())
 
     def test_a_target_is_remembered_by_the_labels_it_is_given(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         method.adapt(target)
         assert method.memory.seen == 2
         given = {
@@ -133,15 +133,15 @@ class TestReplay:
 
 class TestEdges:
     def test_one_image_is_predicted_and_not_learnt(self):
-        method, (target, _) = built()
-        before = copied(method)
+        method, (target, _) = build_method()
+        before = snapshot(method)
         assert torch.equal(method.observe(target.images[:1]), method.predict(target.images[:1]))
         method.adapt(toy_domain("dot", 1).unlabelled())
         after = method.state()
         assert all(torch.equal(before[n], after[n]) for n in before if n.startswith("network."))
 
     def test_nothing_to_train(self):
-        method, (target, _) = built()
+        method, (target, _) = build_method()
         for layer in batch_norms(method.network).values():
             layer.weight = layer.bias = None
         before = {name: tensor.clone() for name, tensor in method.network.state_dict().items()}
@@ -149,7 +149,7 @@ class TestEdges:
         assert same_tensors(method.network.state_dict(), before)
 
     def test_dropout_is_off(self):
-        method, (target, _) = built(**{"step.rate": 0.0})
+        method, (target, _) = build_method(**{"step.rate": 0.0})
         images = target.images[:8]
         method.network.train()
         assert torch.equal(method.observe(images), method.observe(images))
@@ -157,7 +157,7 @@ class TestEdges:
 
 class TestMeasuring:
     def test_source_by_running_then_by_batch(self):
-        method, (target, _) = built(**{"step.rate": 0.0})
+        method, (target, _) = build_method(**{"step.rate": 0.0})
         running = method.predict(target.images)
         method.adapt(target)
         by_its_own = method.predict(target.images)
@@ -167,7 +167,7 @@ class TestMeasuring:
         torch.testing.assert_close(shuffled, by_its_own[order], rtol=1e-4, atol=1e-5)
 
     def test_running_for_good_if_asked(self):
-        method, (target, _) = built(**{"step.rate": 0.0, "eval_bn": "running"})
+        method, (target, _) = build_method(**{"step.rate": 0.0, "eval_bn": "running"})
         before = method.predict(target.images)
         method.adapt(target)
         assert torch.equal(method.predict(target.images), before)
@@ -181,8 +181,8 @@ class TestMeasuring:
 class TestByHand:
     @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn"])
     def test_observing_is_what_the_phase_does(self, name):
-        phase, (target, _) = built(name)
-        by_hand, _ = built(name)
+        phase, (target, _) = build_method(name)
+        by_hand, _ = build_method(name)
         (single,) = phase.target_phases(target)
         single.begin()
         single.begin_epoch(0)
@@ -195,12 +195,12 @@ class TestByHand:
         assert torch.equal(phase.predict(target.images), by_hand.predict(target.images))
 
     @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn"])
-    def test_a_stage_after_its_state_was_taken_back(self, name):
-        straight, targets = built(name)
+    def test_stage_after_restoring_state(self, name):
+        straight, targets = build_method(name)
         straight.adapt(targets[0])
-        state = copied(straight)
+        state = snapshot(straight)
         straight.adapt(targets[1])
-        resumed, _ = built(name, trained=False)
+        resumed, _ = build_method(name, trained=False)
         resumed.load_state(state)
         assert same_tensors(resumed.state(), state)
         resumed.adapt(targets[1])

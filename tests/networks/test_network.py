@@ -20,7 +20,7 @@ def small(seed=0):
     return make(width=0.1, hidden=16, dim=8, seed=seed)
 
 
-def images(count=4, seed=0):
+def make_images(count=4, seed=0):
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
@@ -38,8 +38,8 @@ class TestShape:
     def test_outputs(self, width, hidden, dim, classes):
         network = make(classes, width=width, hidden=hidden, dim=dim).eval()
         with torch.no_grad():
-            output = network(images())
-            features = network.backbone(images())
+            output = network(make_images())
+            features = network.backbone(make_images())
         assert features.shape == (4, round(256 * width) * 16)
         assert output.embedding.shape == (4, dim)
         assert output.logits.shape == (4, classes)
@@ -48,12 +48,12 @@ class TestShape:
     def test_logits_are_dot_products_with_the_prototypes(self):
         network = small().eval()
         with torch.no_grad():
-            embedding, logits = network(images())
+            embedding, logits = network(make_images())
         torch.testing.assert_close(logits, embedding @ network.prototypes.T)
         assert network.classifier.bias is None
 
     def test_a_tiny_width_keeps_at_least_one_channel(self):
-        assert make(width=0.001).eval()(images()).logits.shape == (4, 10)
+        assert make(width=0.001).eval()(make_images()).logits.shape == (4, 10)
 
     def test_features_are_those_of_a_plain_dtn_without_dropout(self):
         network = small().eval()
@@ -61,7 +61,7 @@ class TestShape:
         kinds = [type(layer).__name__ for layer in layers]
         assert kinds == ["Conv2d", "BatchNorm2d", "Identity", "ReLU"] * 3 + ["Flatten"]
         with torch.no_grad():
-            torch.testing.assert_close(network.backbone(images()), nn.Sequential(*layers)(images()))
+            torch.testing.assert_close(network.backbone(make_images()), nn.Sequential(*layers)(make_images()))
         assert [m.probability for m in network.backbone if isinstance(m, ChannelDropout)] == [0.1, 0.3, 0.5]
 
     @pytest.mark.parametrize(("backbone", "size"), [("dtn", (20, 12)), ("resnet18", (64, 32))])
@@ -80,17 +80,17 @@ class TestOneLayer:
         network = make(width=0.1, dim=8, bottleneck="one").eval()
         linear, norm, _ = network.bottleneck
         with torch.no_grad():
-            features = network.features(images())
+            features = network.features(make_images())
             z = features @ linear.weight.T + linear.bias
-            torch.testing.assert_close(network(images()).embedding, z / math.sqrt(1 + norm.eps))
+            torch.testing.assert_close(network(make_images()).embedding, z / math.sqrt(1 + norm.eps))
 
     def test_half_of_it_is_dropped_while_it_learns(self):
         network = make(width=0.1, dim=64, bottleneck="one").train()
         network.use_generator(generator())
-        first = network(images(32)).embedding
+        first = network(make_images(32)).embedding
         assert 0.4 < (first == 0).float().mean() < 0.6
         network.use_generator(generator())
-        assert torch.equal(network(images(32)).embedding, first)
+        assert torch.equal(network(make_images(32)).embedding, first)
 
     def test_nothing_is_dropped_behind_a_large_network(self):
         network = make(backbone="resnet18", dim=8, bottleneck="one", image_size=(64, 64)).train()
@@ -111,19 +111,19 @@ class TestOneLayer:
 
 
 class TestCheck:
-    def test_what_is_right_passes(self):
+    def test_valid_settings_pass(self):
         for backbone in ("dtn", "resnet50"):
             check_network(NetworkConfig(backbone=backbone))
 
     @pytest.mark.parametrize(
-        ("sizes", "told"),
+        ("sizes", "expected"),
         [
             ({"backbone": "resnet05"}, "Did you mean 'resnet50'?"),
             ({"backbone": "resnet50", "width": 0.5}, "network.width belongs to dtn"),
         ],
     )
-    def test_mistakes_are_found_before_anything_is_built(self, sizes, told):
-        with pytest.raises(ConfigError, match=told.replace("?", "[?]")):
+    def test_mistakes_are_found_before_anything_is_built(self, sizes, expected):
+        with pytest.raises(ConfigError, match=expected.replace("?", "[?]")):
             check_network(NetworkConfig(**sizes))
         with pytest.raises(ConfigError):
             Network(NetworkConfig(**sizes), 10)
@@ -135,7 +135,7 @@ class TestCheck:
 
 
 class TestInitialisation:
-    def test_it_draws_the_numbers_it_always_drew(self):
+    def test_initial_weights_are_stable(self):
         """Published results depend on them."""
         with Randomness(2022).scope("network"):
             network = Network(NetworkConfig(width=0.1, hidden=16, dim=8), 7)
@@ -196,40 +196,40 @@ class TestDropout:
         before = torch.get_rng_state()
         for seed in (5, 5, 6):
             network.use_generator(generator(seed))
-            outputs.append(network(images()).logits)
+            outputs.append(network(make_images()).logits)
         assert torch.equal(outputs[0], outputs[1])
         assert not torch.equal(outputs[0], outputs[2])
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_it_goes_on_in_the_generator(self):
+    def test_dropout_advances_the_generator(self):
         network = small().train()
         network.use_generator(generator())
-        assert not torch.equal(network(images()).logits, network(images()).logits)
+        assert not torch.equal(network(make_images()).logits, network(make_images()).logits)
 
     def test_it_is_off_in_evaluation(self):
         network = small().eval()
         source = generator()
         network.use_generator(source)
         before = source.get_state()
-        assert torch.equal(network(images()).logits, network(images()).logits)
+        assert torch.equal(network(make_images()).logits, network(make_images()).logits)
         assert torch.equal(source.get_state(), before)
 
 
 class TestFrozenCopy:
     def test_it_is_equal(self):
         network = small()
-        network.train()(images())
+        network.train()(make_images())
         copy = network.frozen_copy()
         for name, tensor in network.state_dict().items():
             assert torch.equal(tensor, copy.state_dict()[name])
-        assert torch.equal(network.eval()(images()).logits, copy(images()).logits)
+        assert torch.equal(network.eval()(make_images()).logits, copy(make_images()).logits)
 
     def test_it_stays_while_the_network_learns(self):
         network = small()
         copy = network.frozen_copy()
         before = {name: tensor.clone() for name, tensor in copy.state_dict().items()}
         optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
-        network.train()(images()).logits.square().sum().backward()
+        network.train()(make_images()).logits.square().sum().backward()
         optimiser.step()
         assert not torch.equal(network.prototypes, copy.prototypes)
         for name, tensor in copy.state_dict().items():
@@ -239,7 +239,7 @@ class TestFrozenCopy:
         copy = small().train().frozen_copy()
         assert not any(parameter.requires_grad for parameter in copy.parameters())
         assert not any(module.training for module in copy.modules())
-        assert not copy(images()).logits.requires_grad
+        assert not copy(make_images()).logits.requires_grad
 
     def test_the_network_still_learns(self):
         network = small().train()
@@ -261,10 +261,10 @@ class TestFrozenCopy:
         network = make(3, backbone="resnet18", hidden=16, dim=8).eval()
         copy = network.frozen_copy()
         with torch.no_grad():
-            assert torch.equal(network(images()).logits, copy(images()).logits)
+            assert torch.equal(network(make_images()).logits, copy(make_images()).logits)
         assert not {p.data_ptr() for p in network.parameters()} & {p.data_ptr() for p in copy.parameters()}
 
-    def test_it_is_made_without_building_anew(self, monkeypatch):
+    def test_frozen_copy_does_not_rebuild(self, monkeypatch):
         network = small()
         monkeypatch.setattr("ratp.networks.network.make_backbone", None)
         assert network.frozen_copy().config == network.config

@@ -1,4 +1,4 @@
-"""A backbone of the user's own: registered, trained, saved, loaded; and what is said where it is not registered."""
+"""The user's own backbone: registered, trained, saved, loaded; and the error where it is not registered."""
 
 from __future__ import annotations
 

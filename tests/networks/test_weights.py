@@ -32,7 +32,7 @@ def same(one, other):
     return all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
 
 
-def refused(backbone, weights):
+def error_of(backbone, weights):
     """The message, after which the backbone is as before."""
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
     with pytest.raises(RatpError) as caught:
@@ -58,7 +58,7 @@ class TestLoad:
             assert tensor.dtype == source.state_dict()[name].dtype
             assert torch.equal(tensor, other[name].to(tensor.dtype))
 
-    def test_classifiers_are_ignored_and_said(self):
+    def test_ignored_classifiers_are_reported(self):
         head = {"fc.weight": torch.zeros(10, 4), "classifier.1.bias": torch.zeros(3)}
         assert load_backbone(small(), weights_of(small(1), **head)) == tuple(head)
 
@@ -75,16 +75,16 @@ class TestLoad:
         assert same(network.backbone, target)
         assert set(ignored) == {n for n in network.state_dict() if not n.startswith("backbone.")}
 
-    def test_of_the_weights_of_a_run_it_is_said_which_are_taken(self, tmp_path):
+    def test_weights_taken_from_a_run_are_reported(self, tmp_path):
         path = tmp_path / "weights.safetensors"
         write_tensors(path, Network(NetworkConfig(width=0.05), 10).state_dict())
         taken = r"its feature extractor is used \(\d+ tensors\); the rest \(bottleneck, classifier\) is not"
-        with pytest.warns(PartWarning, match=taken) as told:
+        with pytest.warns(PartWarning, match=taken) as warned:
             find_weights(str(path), "dtn")
-        assert len(told) == 1
-        find_weights(str(path), "dtn")  # and said once
+        assert len(warned) == 1
+        find_weights(str(path), "dtn")  # and reported once
         write_tensors(path, small().state_dict())
-        find_weights(str(path), "dtn")  # a backbone alone is taken as a whole
+        find_weights(str(path), "dtn")  # a lone backbone is used as a whole
 
     def test_loading_draws_no_random_numbers(self):
         target, weights = small(2), weights_of(small(1))
@@ -96,43 +96,43 @@ class TestLoad:
 class TestMisfits:
     def test_missing(self):
         weights = weights_of(small(1))
-        message = refused(small(), Weights("some", "", {n: t for n, t in weights.tensors.items() if n != "4.bias"}))
+        message = error_of(small(), Weights("some", "", {n: t for n, t in weights.tensors.items() if n != "4.bias"}))
         assert "Expected 21 tensors, found 20, 1 missing (4.bias)" in message
 
     @pytest.mark.faults(6, "weights that do not fit are refused: what was expected, what was found, what to do")
-    def test_of_another_shape(self):
-        message = refused(small(), weights_of(small(1), **{"0.weight": torch.zeros(3, 3, 1, 1)}))
+    def test_weights_of_another_shape(self):
+        message = error_of(small(), weights_of(small(1), **{"0.weight": torch.zeros(3, 3, 1, 1)}))
         assert "1 of another shape (0.weight: expected 3×3×5×5, found 3×3×1×1)" in message
 
-    def test_of_another_kind(self):
-        message = refused(small(), weights_of(small(1), **{"0.bias": torch.zeros(3, dtype=torch.int64)}))
+    def test_weights_of_another_dtype(self):
+        message = error_of(small(), weights_of(small(1), **{"0.bias": torch.zeros(3, dtype=torch.int64)}))
         assert "expected 3 torch.float32, found 3 torch.int64" in message
 
     def test_superfluous(self):
-        message = refused(small(), weights_of(small(1), **{"13.weight": torch.zeros(3)}))
+        message = error_of(small(), weights_of(small(1), **{"13.weight": torch.zeros(3)}))
         assert "1 unknown (13.weight)" in message
 
     def test_another_width(self):
-        message = refused(small(), weights_of(make_backbone("dtn")[0]))
+        message = error_of(small(), weights_of(make_backbone("dtn")[0]))
         assert "They are those of dtn: set network.backbone=dtn and network.width=1" in message
 
     def test_a_deeper_network_does_not_pass_for_a_shallower_one(self):
         """Every tensor of resnet50 has its like in resnet101."""
-        message = refused(make_backbone("resnet50")[0], weights_of(make_backbone("resnet101")[0]))
+        message = error_of(make_backbone("resnet50")[0], weights_of(make_backbone("resnet101")[0]))
         assert "306 unknown" in message
         assert "set network.backbone=resnet101" in message
 
     def test_another_network(self):
-        message = refused(make_backbone("resnet18")[0], weights_of(nn.Linear(2, 2)))
+        message = error_of(make_backbone("resnet18")[0], weights_of(nn.Linear(2, 2)))
         assert "100 missing" in message
         assert "--weights none" in message
 
-    def test_nothing(self):
-        assert "found 0" in refused(small(), Weights("some", "", {}))
+    def test_empty_weights(self):
+        assert "found 0" in error_of(small(), Weights("some", "", {}))
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_no_numbers(self, value):
-        message = refused(small(), weights_of(small(1), **{"1.weight": torch.full((3,), value)}))
+    def test_non_finite_weights(self, value):
+        message = error_of(small(), weights_of(small(1), **{"1.weight": torch.full((3,), value)}))
         assert "NaN or infinities: 1.weight" in message
 
 
@@ -156,7 +156,7 @@ class TestFile:
         assert hash(one) == hash(same_one)
 
     @pytest.mark.parametrize(
-        ("asked", "told"),
+        ("requested", "expected"),
         [
             ("imagnet", "Did you mean 'imagenet'?"),
             ("here.safetensors", "does not exist"),
@@ -164,11 +164,11 @@ class TestFile:
             ("a" * 300, "File name too long"),
         ],
     )
-    def test_what_is_not_there(self, asked, told, tmp_path, monkeypatch):
+    def test_missing_file(self, requested, expected, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError) as caught:
-            find_weights(asked, "dtn")
-        assert told in str(caught.value)
+            find_weights(requested, "dtn")
+        assert expected in str(caught.value)
 
     def test_a_folder(self, tmp_path):
         with pytest.raises(ConfigError, match=r"a folder: give a \.safetensors file"):
@@ -188,7 +188,7 @@ class TestFile:
         assert str(caught.value).endswith(command)
 
     @pytest.mark.parametrize(
-        ("data", "told"),
+        ("data", "expected"),
         [
             (b"", "is empty"),
             (b"\n<!DOCTYPE html><html>", "is a web page"),
@@ -196,15 +196,15 @@ class TestFile:
             (b"\x80\x02ctorch", "not a safetensors file"),
         ],
     )
-    def test_what_is_no_safetensors_file(self, data, told, tmp_path):
+    def test_not_a_safetensors_file(self, data, expected, tmp_path):
         path = tmp_path / "file.safetensors"
         path.write_bytes(data)
         with pytest.raises(RatpError) as caught:
             find_weights(str(path), "dtn")
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
 
     @pytest.mark.faults(6, "truncated weights are refused in a sentence")
-    def test_a_truncated_file(self, tmp_path):
+    def test_truncated_file(self, tmp_path):
         path = tmp_path / "file.safetensors"
         save_file(small().state_dict(), path)
         path.write_bytes(path.read_bytes()[:-10])
@@ -254,7 +254,7 @@ class TestPublished:
         assert torch.equal(backbone.conv1.weight, whole.conv1.weight)
         assert find_weights("imagenet", "resnet18") is weights  # all runs of a study share them
 
-    def test_without_a_connection_the_ways_out(self, cached):
+    def test_offline_error_gives_alternatives(self, cached):
         name = cached(b"", "resnet18-12345678.pth")
         with pytest.raises(RatpError) as caught:
             find_weights("imagenet", "resnet18")
@@ -281,16 +281,16 @@ class TestPublished:
 
     def test_timms(self, monkeypatch):
         timm = pytest.importorskip("timm")
-        create, asked = timm.create_model, []
+        create, requested = timm.create_model, []
 
         def from_the_web(name, *, pretrained, **options):
-            asked.append(pretrained)
+            requested.append(pretrained)
             return create(name, pretrained=False, **options)
 
         monkeypatch.setattr(timm, "create_model", from_the_web)
         before = torch.get_rng_state()
         weights = find_weights("imagenet", "timm:mobilenetv3_small_050")
-        assert asked == [True]
+        assert requested == [True]
         assert torch.equal(torch.get_rng_state(), before)
         assert weights.name == "mobilenetv3_small_050.lamb_in1k"
         assert find_weights("imagenet", "timm:mobilenetv3_small_050") is weights

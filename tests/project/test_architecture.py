@@ -70,7 +70,7 @@ def tree(module):
 
 
 @cache
-def imported(module):
+def imports_of(module):
     """Every module that a module imports, anywhere in it: ``from a import b`` counts as ``a.b`` if that is a module."""
     found = set()
     for node in ast.walk(tree(module)):
@@ -91,11 +91,11 @@ def for_types(module):
 
 def inside(module):
     """Imports from the package, without its name in front; the package itself is left out."""
-    return {name.removeprefix("ratp.") for name in imported(module) if name.startswith("ratp.")}
+    return {name.removeprefix("ratp.") for name in imports_of(module) if name.startswith("ratp.")}
 
 
 def outside(module):
-    return {name.partition(".")[0] for name in imported(module)} - {"ratp"}
+    return {name.partition(".")[0] for name in imports_of(module)} - {"ratp"}
 
 
 def is_within(module, places):
@@ -147,7 +147,7 @@ def test_no_module_imports_itself_through_others():
         if module in finished:
             return
         under_way.append(module)
-        for name in sorted((imported(module) - for_types(module)) & FILES.keys() - {"ratp", module}):
+        for name in sorted((imports_of(module) - for_types(module)) & FILES.keys() - {"ratp", module}):
             visit(name)
         finished.add(under_way.pop())
 

@@ -166,7 +166,7 @@ class TestText:
         assert isinstance(value, bool) == (KINDS[name] is bool)
 
     @given(name=st.sampled_from([s.name for c in (RaTPConfig(), Recipe()) for s in switches(c)]), text=st.text())
-    def test_so_it_is_for_every_switch_there_is(self, name, text):
+    def test_any_text_is_converted_or_refused_for_every_switch(self, name, text):
         config = next(c for c in (RaTPConfig(), Recipe()) if name in as_dict(c))
         try:
             changed = override(config, {name: text})
@@ -234,7 +234,7 @@ class TestMistakes:
         (problem,) = problems(Config(), {wrong: 1})
         assert f"Did you mean {meant!r}?" in problem
 
-    def test_nothing_is_offered_when_nothing_is_near(self):
+    def test_nothing_is_suggested_when_nothing_is_near(self):
         (problem,) = problems(Config(), {"zzzzzz": 1})
         assert "Did you mean" not in problem
         assert "inner.sizes" in problem
@@ -332,11 +332,11 @@ class TestLaterSwitches:
         rate: float = switch(0.1, "rate")
         warmth: float = switch(0.0, "how warm it begins", hash_default=False)
 
-    def test_at_its_default_it_is_no_decision(self):
+    def test_default_of_later_switch_is_not_recorded(self):
         assert as_dict(self.Grown()) == {"rate": 0.1, "warmth": 0.0}
         assert decisive(self.Grown()) == {"rate": 0.1}
 
-    def test_with_another_value_it_is(self):
+    def test_changed_later_switch_is_recorded(self):
         assert decisive(override(self.Grown(), {"warmth": "0.5"})) == {"rate": 0.1, "warmth": 0.5}
 
     def test_a_run_is_called_as_before_unless_it_is_changed(self):

@@ -66,14 +66,14 @@ def test_the_guide_quotes_the_example_as_it_is():
     assert all(line in source for line in quoted[1].splitlines())
 
 
-def test_it_imports_from_the_door_and_from_parts_only():
+def test_example_imports_only_public_names_and_parts():
     """What another module has may be moved."""
     modules = re.findall(r"^from (ratp[\w.]*) import", Path(EXAMPLE).read_text(), flags=re.M)
     assert all(module == "ratp" or module.startswith("ratp.functional.") for module in modules)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/add-a-method.md", "docs/architecture.md", "docs/methods.md"])
-def test_every_documented_name_is_at_the_door(document):
+def test_every_documented_name_is_public(document):
     assert {*re.findall(r"\bratp\.(\w+)\(", (ROOT / document).read_text())} <= {*ratp.__all__}
 
 

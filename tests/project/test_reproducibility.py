@@ -50,7 +50,7 @@ def record(
     return RunRecord(Path(path), defaults | config, environment, Matrix(tuple(order), tuple(map(tuple, rows))), ())
 
 
-def kept(folder, *runs):
+def write_results(folder, *runs):
     """A folder of results with the given runs in it."""
     for run in runs:
         place = folder / run.config["stream"]
@@ -141,13 +141,13 @@ class TestWhatCounts:
         assert resolve(request).changed == tool.STATIONARY
 
     def test_two_files_of_one_run_are_refused_by_name(self, tmp_path):
-        kept(tmp_path, record("one.json"), record("two.json", level=70.0))
+        write_results(tmp_path, record("one.json"), record("two.json", level=70.0))
         with pytest.raises(RatpError, match=r"(?s)two\.json.*one\.json"):
             tool.page(tmp_path)
 
     @pytest.mark.parametrize("other", [{"changed": {"epochs": 3}}, {"seed": 2023}, {"order": PACS.orders["1"]}])
     def test_files_of_other_runs_are_not(self, tmp_path, other):
-        assert tool.page(kept(tmp_path, record("one.json"), record("two.json", **other)))
+        assert tool.page(write_results(tmp_path, record("one.json"), record("two.json", **other)))
 
     @pytest.mark.parametrize(
         ("other", "name"),
@@ -229,7 +229,7 @@ class TestSYN:
 
 class TestPage:
     def test_what_was_run_stands_beside_the_paper_and_the_rest_of_the_paper_alone(self, tmp_path):
-        page = tool.page(kept(tmp_path, record(accuracy=TestNumbers.ACCURACY)))
+        page = tool.page(write_results(tmp_path, record(accuracy=TestNumbers.ACCURACY)))
         section = page.split("### pacs, P>A>C>S")[1].split("###")[0]
         assert row(section, "SHOT", "1", "TDG")[3:5] == ["–", "60.0 (68.2) −8.2 ▼"]
         assert row(section, "SHOT", "1", "FA")[-2:] == ["–", "81.5 (80.1) +1.4"]
@@ -243,7 +243,7 @@ class TestPage:
     def test_ten_orders_have_a_column_a_method(self, tmp_path):
         other = PACS.orders["2"]
         runs = [record("a.json", method="tent"), record("b.json", method="ratp", order=other)]
-        section = tool.page(kept(tmp_path, *runs)).split("### pacs (table 7)")[1].split("###")[0]
+        section = tool.page(write_results(tmp_path, *runs)).split("### pacs (table 7)")[1].split("###")[0]
         assert "| order | metric | n | SHOT+ | SHOT++ | Tent | AdaCon | EATA | L2D | PDEN | RaTP |" in section
         ran = row(section, "6 P>A>C>S", "TDG")
         assert (ran[2], ran[5], ran[-1]) == ("– / – / 1 / – / – / – / – / –", "80.0 (56.2) +23.8 ▲", "– (62.6)")
@@ -251,7 +251,7 @@ class TestPage:
         assert row(section, "1 A>C>P>S", "FA")[2] == "–"
 
     def test_the_summary_counts_cells(self, tmp_path):
-        page = tool.page(kept(tmp_path, record(accuracy=TestNumbers.ACCURACY)))
+        page = tool.page(write_results(tmp_path, record(accuracy=TestNumbers.ACCURACY)))
         printed, ours, *verdicts = map(int, row(page, "Main orders", "pacs")[2:])
         assert (printed, ours) == (338, 13)
         assert sum(verdicts) == ours
@@ -259,11 +259,11 @@ class TestPage:
 
     def test_every_file_is_named_with_what_it_was_made_with(self, tmp_path):
         runs = [record("a.json"), record("b.json", seed=2023), record("c.json", method="adabn")]
-        page = tool.page(kept(tmp_path, *runs)).split("## Where our numbers come from")[1]
+        page = tool.page(write_results(tmp_path, *runs)).split("## Where our numbers come from")[1]
         made_with = ["official", "tf32", "a device", "2.11.0", "0.1.0"]
         assert row(page, "SHOT", "pacs")[2:] == [*made_with, "P>A>C>S: 2022 `a.json`, 2023 `b.json`"]
         newer = replace(runs[0], environment={**runs[0].environment, "code": "abc"})
-        page_of_newer = tool.page(kept(tmp_path / "newer", newer)).split("## Where our numbers come from")[1]
+        page_of_newer = tool.page(write_results(tmp_path / "newer", newer)).split("## Where our numbers come from")[1]
         assert row(page_of_newer, "SHOT", "pacs")[6] == "0.1.0 `abc`"
         assert f"P `{'0' * 12}`" in page
         assert f"weights `{'f' * 12}`" in page

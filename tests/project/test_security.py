@@ -173,7 +173,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("snippet", BAD)
-def test_the_walker_sees_what_it_should(snippet):
+def test_walker_finds_dangers(snippet):
     assert dangers(snippet) == {BAD[snippet]}
 
 
@@ -190,7 +190,7 @@ def test_the_walker_sees_what_it_should(snippet):
         "'pickle, eval and exec in a text'",
     ],
 )
-def test_and_nothing_else(snippet):
+def test_walker_reports_nothing_else(snippet):
     assert dangers(snippet) == set()
 
 

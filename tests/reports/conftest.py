@@ -79,12 +79,12 @@ def run_in() -> Callable[..., RunRecord]:
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., RunRecord]:
     """Writes a run directory under the test's folder and reads it back."""
-    made = 0
+    count = 0
 
     def make(*args: Any, **values: Any) -> RunRecord:
-        nonlocal made
-        made += 1
-        return read_run(write_run(tmp_path / "runs" / str(made), *args, **values))
+        nonlocal count
+        count += 1
+        return read_run(write_run(tmp_path / "runs" / str(count), *args, **values))
 
     return make
 

@@ -1,4 +1,4 @@
-"""Embeddings after every stage: kept if asked for, and drawn."""
+"""Embeddings after every stage: kept on request, and plotted."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def runs(tmp_path_factory):
 
 
 class TestKeeping:
-    def test_it_changes_no_result(self, runs):
+    def test_keeping_features_changes_no_result(self, runs):
         for name in ("state", "weights"):
             assert same_tensors(tensors_of(runs / "with", name), tensors_of(runs / "without", name))
         assert (runs / "with" / "matrix.json").read_bytes() == (runs / "without" / "matrix.json").read_bytes()
 
-    def test_there_is_a_file_a_stage_about_the_same_images(self, runs):
+    def test_one_file_per_stage_for_the_same_images(self, runs):
         assert [path.name for path in read_run(runs / "with").features] == [
             f"features-{stage}.safetensors" for stage in range(3)
         ]
@@ -47,14 +47,14 @@ class TestKeeping:
         assert not torch.equal(first["embedding"], last["embedding"])
         assert first["embedding"].shape == (len(first["labels"]), toy_plan().recipe.network.dim)
 
-    def test_they_are_those_of_the_final_network(self, runs):
+    def test_features_are_of_the_final_network(self, runs):
         run = Run(toy_plan(), runs / "without")
         run.method.load_state(tensors_of(runs / "with"))
         kept, _ = read_tensors(runs / "with" / "features-2.safetensors")
         again = Evaluator(run.stream, run.plan.seed).embeddings(run.method)
         assert same_tensors(kept, again)
 
-    def test_at_most_so_many_of_a_domain_each_once(self, monkeypatch):
+    def test_images_per_domain_are_limited_and_distinct(self, monkeypatch):
         monkeypatch.setattr("ratp.evaluation.accuracy.FEATURE_COUNT", 7)
         run = Run(toy_plan(domains=toy_domains(ink=60, mud=50)), "unused")
         seen = []
@@ -84,8 +84,8 @@ class TestDrawing:
         assert above == ["north", "east", "south", "west"]
         assert below == ["ink", "mud", "fog"]
         for upper, lower in zip(figure.axes[:3], figure.axes[3:], strict=True):
-            drawn = [np.concatenate([part.get_offsets() for part in ax.collections]) for ax in (upper, lower)]
-            assert sorted(map(tuple, drawn[0])) == sorted(map(tuple, drawn[1]))
+            points = [np.concatenate([part.get_offsets() for part in ax.collections]) for ax in (upper, lower)]
+            assert sorted(map(tuple, points[0])) == sorted(map(tuple, points[1]))
 
     def test_without_embeddings_there_is_no_picture(self, runs):
         assert feature_maps(read_run(runs / "without")) is None

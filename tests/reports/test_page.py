@@ -68,12 +68,12 @@ def full(run_in, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(full, tmp_path_factory):
-    """The page of a full report, and what the console was told."""
-    told = io.StringIO()
+    """The page of a full report, and the console output."""
+    output = io.StringIO()
     folder = tmp_path_factory.mktemp("reports") / "a" / "report"
-    page = write_report(full, folder, Console(file=told, width=200))
+    page = write_report(full, folder, Console(file=output, width=200))
     assert page == folder / "index.html"
-    return page, told.getvalue()
+    return page, output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def card(runs):
 
 
 @pytest.mark.parametrize(
-    ("equal", "worse", "told"),
+    ("equal", "worse", "expected"),
     [
         (1, 1, "89.7 best: method0 "),
         (2, 0, "89.7 shared by method0, method1 "),
@@ -125,10 +125,10 @@ def card(runs):
         (4, 0, "89.7 shared by all 4 methods "),
     ],
 )
-def test_the_cards_name_the_best_number_and_who_has_it(make_run, equal, worse, told):
+def test_cards_name_the_best_number_and_its_method(make_run, equal, worse, expected):
     runs = [make_run(method=f"method{i}") for i in range(equal)]
     runs += [make_run(((99.0, 50.0, 30.0),) * 3, method=f"worse{i}") for i in range(worse)]
-    assert told in card(runs)
+    assert expected in card(runs)
 
 
 def test_a_card_marks_a_best_number_from_a_single_seed_where_others_have_more(make_run):
@@ -152,7 +152,7 @@ def test_page_shows_every_setting_of_every_run(page, full):
 
 
 def test_only_what_differs_between_runs_is_open(page):
-    """The rest, pages of it, is neither in the way nor printed unless it is asked for."""
+    """The rest is collapsed and not printed by default."""
     assert ["open" in details for details in page.of("details")] == [False, False, True, False]
 
 
@@ -231,19 +231,19 @@ def test_result_files_report_like_their_run_directories(golden, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "result" / name).read_bytes()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(golden, tmp_path):
+def test_uncreatable_folder_is_an_error(golden, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(RunDirectoryError, match="cannot create"):
         write_report([golden], tmp_path / "taken" / "report")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_says_so(golden, tmp_path):
+def test_unwritable_file_is_an_error(golden, tmp_path):
     (tmp_path / "index.html").mkdir()
     with pytest.raises(RunDirectoryError, match="cannot write"):
         write_report([golden], tmp_path)
 
 
-def test_no_runs_is_an_error_and_makes_no_folder(tmp_path):
+def test_no_runs_is_an_error_and_creates_no_folder(tmp_path):
     with pytest.raises(RatpError, match="no runs"):
         write_report([], tmp_path / "report")
     assert not (tmp_path / "report").exists()

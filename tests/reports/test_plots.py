@@ -23,11 +23,11 @@ def words(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def images(n=3, size=16, seed=0):
+def make_images(n=3, size=16, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (n, 3, size, size), dtype=np.uint8)
 
 
-def test_heat_map_has_a_panel_a_method_with_every_number(make_run):
+def test_heat_map_has_a_panel_per_method_with_every_number(make_run):
     figure = matrix_heatmap(group_runs([make_run(), make_run(method="tent"), make_run(GOLDEN[:1], seed=1)]))
     panels = [ax for ax in figure.axes if ax.images]
     assert len(panels) == 3
@@ -36,7 +36,7 @@ def test_heat_map_has_a_panel_a_method_with_every_number(make_run):
     assert "1 of 3 stages" in words(panels[2])
 
 
-def test_curves_have_a_panel_a_domain_and_start_shading_before_its_stage(golden):
+def test_curves_have_a_panel_per_domain_shaded_before_its_stage(golden):
     figure = accuracy_curves(group_runs([golden]))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["scan", "photo", "font"]
     assert list(figure.axes[1].lines[1].get_ydata()) == [60.0, 90.0, 85.0]
@@ -76,12 +76,12 @@ def test_curves_of_different_orders_are_refused(make_run):
 
 def test_sample_sheet_puts_originals_first_and_numbers_in_order(make_run):
     names = ["RandMix 10", "RandMix 2", "original"]
-    run = make_run(samples={name: images() for name in names})
+    run = make_run(samples={name: make_images() for name in names})
     figure = sample_sheet(run)
     assert figure is not None
     assert [ax.get_ylabel() for ax in figure.axes] == ["original", "RandMix 2", "RandMix 10"]
     shown = figure.axes[0].images[0].get_array()
-    assert np.array_equal(shown[:, :16], images()[0].transpose(1, 2, 0))
+    assert np.array_equal(shown[:, :16], make_images()[0].transpose(1, 2, 0))
 
 
 def test_sample_sheet_of_a_run_without_samples_is_none(golden):

@@ -46,7 +46,7 @@ def record(averages, order=AB, seed=1, stream="demo", oracle=False):
     return RunRecord(Path("nowhere"), config, {}, Matrix(tuple(order), tuple(map(tuple, rows))), ())
 
 
-def asked(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reason="", settings="", **values):
+def make_entry(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reason="", settings="", **values):
     """A run of a study; without averages, one that is missing."""
     found = record(averages, order, seed, **values) if averages else None
     rows = rows or (Row(0, label),)
@@ -54,9 +54,9 @@ def asked(label, averages, order=AB, seed=1, *, rows=None, state="waiting", reas
     return AskedRun(rows, values.get("stream", "demo"), order, seed, finished, reason, found, settings)
 
 
-def swept(values, name="r_con", **options):
+def make_sweep(values, name="r_con", **options):
     """A run a value; ``values`` holds their averages."""
-    return [asked("", v, rows=(Row(0, f"ratp, {name} {k}", (name, k)),), **options) for k, v in values.items()]
+    return [make_entry("", v, rows=(Row(0, f"ratp, {name} {k}", (name, k)),), **options) for k, v in values.items()]
 
 
 def study(*runs, title="A study", **values):
@@ -64,22 +64,22 @@ def study(*runs, title="A study", **values):
 
 
 TWO_ORDERS = (
-    asked("ratp", (50, 80, 70), AB, 1),
-    asked("ratp", (54, 84, 74), AB, 2),
-    asked("ratp", (60, 90, 80), BA, 1),
-    asked("ratp", None, BA, 2, state="interrupted"),
-    asked("shot", (48, 85, 60), AB, 1),
-    asked("shot", (50, 85, 62), AB, 2),
-    asked("shot", (54, 81, 66), BA, 1),
-    asked("shot", None, BA, 2, state="failed", reason="Traceback\nout of memory"),
-    asked("tent", (40, 70, 50), AB, 1),
-    asked("tent", None, AB, 2),
-    asked("tent", None, BA, 1),
-    asked("tent", None, BA, 2),
-    asked("base", (30, 60, 40), AB, 1),
-    asked("base", (31, 61, 41), BA, 1),
-    asked("bound", (99, 99, 99), AB, 1, oracle=True),
-    asked("bound", (98, 98, 98), BA, 1, oracle=True),
+    make_entry("ratp", (50, 80, 70), AB, 1),
+    make_entry("ratp", (54, 84, 74), AB, 2),
+    make_entry("ratp", (60, 90, 80), BA, 1),
+    make_entry("ratp", None, BA, 2, state="interrupted"),
+    make_entry("shot", (48, 85, 60), AB, 1),
+    make_entry("shot", (50, 85, 62), AB, 2),
+    make_entry("shot", (54, 81, 66), BA, 1),
+    make_entry("shot", None, BA, 2, state="failed", reason="Traceback\nout of memory"),
+    make_entry("tent", (40, 70, 50), AB, 1),
+    make_entry("tent", None, AB, 2),
+    make_entry("tent", None, BA, 1),
+    make_entry("tent", None, BA, 2),
+    make_entry("base", (30, 60, 40), AB, 1),
+    make_entry("base", (31, 61, 41), BA, 1),
+    make_entry("bound", (99, 99, 99), AB, 1, oracle=True),
+    make_entry("bound", (98, 98, 98), BA, 1, oracle=True),
 )
 
 
@@ -119,9 +119,9 @@ def folder(tmp_path_factory):
     """The report of two orders, of a variant and of a sweep."""
     runs = [
         *TWO_ORDERS,
-        asked("", (45, 75, 65), AB, 1, rows=(Row(1, "plain"),)),
-        asked("", (44, 74, 64), AB, 1, rows=(Row(1, "without x", is_variant=True),)),
-        *(asked("", (40 + v, 70, 60), AB, 1, rows=(Row(2, f"ratp, k {v}", ("k", v)),)) for v in (1, 2)),
+        make_entry("", (45, 75, 65), AB, 1, rows=(Row(1, "plain"),)),
+        make_entry("", (44, 74, 64), AB, 1, rows=(Row(1, "without x", is_variant=True),)),
+        *(make_entry("", (40 + v, 70, 60), AB, 1, rows=(Row(2, f"ratp, k {v}", ("k", v)),)) for v in (1, 2)),
     ]
     return write_study(study(*runs), tmp_path_factory.mktemp("study") / "report").parent
 
@@ -148,21 +148,21 @@ def lines_of(text, title):
     return {row[0]: row[1:] for row in rows}
 
 
-def printed(found, width=80):
+def print_report(found, width=80):
     file = io.StringIO()
     print_study(found, Console(file=file, width=width))
     return file.getvalue()
 
 
 class TestIntervals:
-    def test_they_end_where_accuracies_do(self, tmp_path):
-        runs = [asked("ratp", (30, 60, 99), seed=1), asked("ratp", (50, 99, 60), seed=2)]
+    def test_intervals_stay_within_accuracies(self, tmp_path):
+        runs = [make_entry("ratp", (30, 60, 99), seed=1), make_entry("ratp", (50, 99, 60), seed=2)]
         markdown = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
         (cells,) = lines_of(markdown, "demo: a > b > c, averages").values()
         assert [cell.split("[")[1] for cell in cells[1:]] == ["0.0, 100.0]"] * 3
 
-    def test_they_are_students(self, tmp_path):
-        runs = [asked("ratp", (tdg, 80, 70), seed=tdg) for tdg in (50, 52, 54)]
+    def test_intervals_are_students_t(self, tmp_path):
+        runs = [make_entry("ratp", (tdg, 80, 70), seed=tdg) for tdg in (50, 52, 54)]
         text = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
         half = 4.302653 * 2 / 3**0.5  # the quantile of two degrees of freedom
         rows = lines_of(text, "demo: a > b > c, averages over domains")
@@ -173,7 +173,7 @@ class TestIntervals:
             "70.0 [70.0, 70.0]",
         ]
 
-    def test_a_single_seed_has_none_and_is_marked(self, markdown, latex, page):
+    def test_single_seed_has_no_interval_and_is_marked(self, markdown, latex, page):
         row = lines_of(markdown, "demo: a > b > c, averages over domains")["tent"]
         assert row == ["1", "40.0¹", "70.0¹", "50.0¹"]
         assert "¹ from a single seed." in markdown
@@ -215,17 +215,17 @@ class TestOrders:
         assert lines_of(markdown, "TDA on demo: ratp minus the others")["shot"][2:4] == ["1", "1"]
 
     def test_one_order_has_no_such_tables(self, tmp_path):
-        found = study(asked("ratp", (50, 80, 70)), asked("shot", (40, 80, 70)))
+        found = study(make_entry("ratp", (50, 80, 70)), make_entry("shot", (40, 80, 70)))
         assert several_orders(found) == []
         assert "minus the others" not in (write_study(found, tmp_path).parent / "report.md").read_text()
 
     def test_a_label_that_is_asked_for_in_one_order_stays_out(self):
-        (orders,) = several_orders(study(*TWO_ORDERS, asked("once", (1, 2, 3))))
+        (orders,) = several_orders(study(*TWO_ORDERS, make_entry("once", (1, 2, 3))))
         assert "once" not in orders.lines
 
     def test_streams_are_never_mixed(self):
-        runs = [asked("ratp", (50, 80, 70), order) for order in (AB, BA)]
-        runs += [asked("ratp", (10, 20, 30), order, stream="other") for order in (AB, BA)]
+        runs = [make_entry("ratp", (50, 80, 70), order) for order in (AB, BA)]
+        runs += [make_entry("ratp", (10, 20, 30), order, stream="other") for order in (AB, BA)]
         first, second = several_orders(study(*runs))
         assert (first.stream, first.mean("ratp", "TDG").mean) == ("demo", 50)
         assert (second.stream, second.mean("ratp", "TDG").mean) == ("other", 10)
@@ -234,28 +234,28 @@ class TestOrders:
         """Its default is among the swept values, a variant changes nothing, and either asks for another seed."""
         names = Row(0, "ratp, r_con 0.8", ("r_con", 0.8)), Row(1, "ratp"), Row(2, "full", is_variant=True)
         runs = [
-            asked("", (60, 90, 80), order, seed, rows=names[:1] if seed == 3 else names, settings="r_con=0.8")
+            make_entry("", (60, 90, 80), order, seed, rows=names[:1] if seed == 3 else names, settings="r_con=0.8")
             for order in (AB, BA)
             for seed in (1, 2, 3)
         ]
-        runs += [asked("shot", (50, 80, 70), order, settings="shot") for order in (AB, BA)]
+        runs += [make_entry("shot", (50, 80, 70), order, settings="shot") for order in (AB, BA)]
         (orders,) = several_orders(study(*runs))
         assert {label: rank.mean for label, rank in orders.ranks("TDG").items()} == {"ratp": 1, "shot": 2}
         assert [run.seed for run in orders.lines["ratp"][AB].runs] == [1, 2, 3]
 
-    def test_who_has_no_rival_has_no_rank(self):
+    def test_label_without_rival_has_no_rank(self):
         (orders,) = several_orders(study(*TWO_ORDERS[:4], *TWO_ORDERS[-2:]))
         assert orders.ranks("TDG") == {}
 
     def test_nothing_takes_the_place_of_a_first_label_without_results(self):
-        runs = [asked("first", None, AB), asked("first", None, BA), *TWO_ORDERS[:8]]
+        runs = [make_entry("first", None, AB), make_entry("first", None, BA), *TWO_ORDERS[:8]]
         (orders,) = several_orders(study(*runs))
         assert orders.first == "first"
         assert list(orders.lines) == ["ratp", "shot"]
 
 
 class TestMissing:
-    def test_they_are_named_with_their_number_and_reason(self, markdown, page):
+    def test_missing_runs_are_named_with_count_and_reason(self, markdown, page):
         rows = markdown.split("### Runs that are not finished")[1].split("\n\n")[1].splitlines()[2:]
         cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
         assert cells == [
@@ -274,14 +274,16 @@ class TestMissing:
 
     def test_a_label_without_any_result_has_no_row_elsewhere(self, tmp_path):
         found = study(
-            asked("ratp", (50, 80, 70)), asked("ratp", (50, 80, 70), BA), *(asked("new", None, o) for o in (AB, BA))
+            make_entry("ratp", (50, 80, 70)),
+            make_entry("ratp", (50, 80, 70), BA),
+            *(make_entry("new", None, o) for o in (AB, BA)),
         )
         text = (write_study(found, tmp_path).parent / "report.md").read_text()
         assert [line for line in text.splitlines() if "new" in line] == [
             next(line for line in text.splitlines() if "all, 2 orders × 1 seed" in line)
         ]
 
-    def test_every_one_is_a_line_of_a_file(self, folder):
+    def test_every_missing_run_is_a_line_of_a_file(self, folder):
         rows = list(csv.DictReader(io.StringIO((folder / "missing.csv").read_text())))
         assert [(r["label"], r["order"], r["seed"], r["state"]) for r in rows][:2] == [
             ("ratp", "c>b>a", "2", "interrupted"),
@@ -289,35 +291,37 @@ class TestMissing:
         ]
         assert len(rows) == 5
 
-    def test_a_study_that_is_finished_says_nothing_of_it(self, tmp_path):
-        text = (write_study(study(asked("ratp", (50, 80, 70))), tmp_path).parent / "report.md").read_text()
+    def test_finished_study_mentions_no_missing_runs(self, tmp_path):
+        text = (write_study(study(make_entry("ratp", (50, 80, 70))), tmp_path).parent / "report.md").read_text()
         assert "1 of 1 runs are finished." in text
         assert "missing" not in text.lower()
 
     def test_a_study_without_results_is_refused(self, tmp_path):
-        for found in (study(), study(asked("ratp", None))):
+        for found in (study(), study(make_entry("ratp", None))):
             with pytest.raises(RatpError, match="no runs"):
                 write_study(found, tmp_path / "report")
             with pytest.raises(RatpError, match="no runs"):
-                printed(found)
+                print_report(found)
         assert not (tmp_path / "report").exists()
 
 
 class TestVariants:
-    def test_every_label_has_a_bar_a_metric(self):
+    def test_one_bar_per_label_and_metric(self):
         rows = (Row(0, "ratp"),)
-        runs = [asked("ratp", (50 + s, 80, 70), seed=s, rows=rows) for s in (0, 2)]
-        runs.append(asked("", (40, 60, 50), rows=(Row(0, "without $x$", is_variant=True),)))
+        runs = [make_entry("ratp", (50 + s, 80, 70), seed=s, rows=rows) for s in (0, 2)]
+        runs.append(make_entry("", (40, 60, 50), rows=(Row(0, "without $x$", is_variant=True),)))
         (ax,) = variant_bars(variants(study(*runs))[0]).axes
         assert [patch.get_width() for patch in ax.patches] == [51, 80, 70, 40, 60, 50]
         assert [label.get_text() for label in ax.get_yticklabels()] == ["ratp", r"without \$x\$"]
         assert {text.get_text() for text in ax.texts} == {"51.0", "80.0", "70.0", "40.0", "60.0", "50.0"}
         assert len(ax.containers) - len(ax.patches) == 3, "error bars where there are several seeds"
 
-    def test_an_oracle_is_called_one(self):
-        told = [Row(0, name, is_variant=True) for name in ("true labels", "the true labels of all targets at once")]
-        runs = [asked("", (60, 90, 80), rows=(row,), oracle=True) for row in told]
-        (ax,) = variant_bars(variants(study(asked("ratp", (50, 80, 70)), *runs))[0]).axes
+    def test_oracle_is_labelled(self):
+        named_rows = [
+            Row(0, name, is_variant=True) for name in ("true labels", "the true labels of all targets at once")
+        ]
+        runs = [make_entry("", (60, 90, 80), rows=(row,), oracle=True) for row in named_rows]
+        (ax,) = variant_bars(variants(study(make_entry("ratp", (50, 80, 70)), *runs))[0]).axes
         names = [" ".join(label.get_text().split()) for label in ax.get_yticklabels()]
         assert names == [
             "ratp",
@@ -325,22 +329,22 @@ class TestVariants:
             "the true labels of all targets at once (knows target labels)",
         ]
 
-    def test_a_panel_an_order_says_what_is_missing(self):
-        runs = [asked("ratp", (50, 80, 70), order) for order in (AB, BA)]
-        runs += [asked("x", v, o, rows=(Row(0, "x", is_variant=True),)) for v, o in (((1, 2, 3), AB), (None, BA))]
+    def test_panel_per_order_says_what_is_missing(self):
+        runs = [make_entry("ratp", (50, 80, 70), order) for order in (AB, BA)]
+        runs += [make_entry("x", v, o, rows=(Row(0, "x", is_variant=True),)) for v, o in (((1, 2, 3), AB), (None, BA))]
         first, second = variant_bars(variants(study(*runs))[0]).axes
         assert "missing" not in [text.get_text() for text in first.texts]
         assert "missing" in [text.get_text() for text in second.texts]
         assert len(second.patches) == 3
 
     @pytest.mark.parametrize(
-        ("titles", "told"),
+        ("titles", "expected"),
         [({0: "<b>RandMix</b>"}, "<b>RandMix</b>, demo"), ({}, "Methods and variants of grid 1, demo")],
     )
-    def test_a_chart_is_called_as_its_grid_is(self, tmp_path, titles, told):
-        runs = [asked("ratp", (50, 80, 70)), asked("", (40, 60, 50), rows=(Row(0, "x", is_variant=True),))]
+    def test_chart_is_named_after_its_grid(self, tmp_path, titles, expected):
+        runs = [make_entry("ratp", (50, 80, 70)), make_entry("", (40, 60, 50), rows=(Row(0, "x", is_variant=True),))]
         page = Page((write_study(study(*runs, titles=titles), tmp_path).parent / "index.html").read_text())
-        assert told in page.words
+        assert expected in page.words
 
     def test_a_grid_without_variants_has_no_chart(self):
         assert variants(study(*TWO_ORDERS)) == []
@@ -348,14 +352,14 @@ class TestVariants:
 
 class TestSweeps:
     @pytest.mark.parametrize(("titles", "about"), [({0: "How sure", 1: "Another"}, "How sure, "), ({}, "")])
-    def test_figure_and_table_are_called_as_their_grid_is(self, tmp_path, titles, about):
-        runs = swept({0.9: (52, 83, 73), 0.5: (50, 81, 71)})
+    def test_figure_and_table_are_named_after_their_grid(self, tmp_path, titles, about):
+        runs = make_sweep({0.9: (52, 83, 73), 0.5: (50, 81, 71)})
         page = (write_study(study(*runs, titles=titles), tmp_path).parent / "index.html").read_text()
         assert f"<h3>{about}r_con, demo</h3>" in page
         assert f"<h3>{about}r_con on demo: " in page
 
     def test_the_curves_run_over_the_values_and_the_default_is_marked(self):
-        runs = swept({0.9: (52, 83, 73), 0.5: (50, 81, 71), 0.7: None})
+        runs = make_sweep({0.9: (52, 83, 73), 0.5: (50, 81, 71), 0.7: None})
         (found,) = sweeps(study(*runs, usual={(0, "r_con"): 0.5}))
         (ax,) = sweep_curves(found).axes
         *curves, default = ax.lines
@@ -368,23 +372,23 @@ class TestSweeps:
 
     def test_the_default_among_the_values_is_one_row_of_the_averages(self, tmp_path):
         rows = Row(0, "ratp"), Row(0, "ratp, r_con 0.5", ("r_con", 0.5))
-        runs = [asked("", (50, 81, 71), rows=rows), *swept({0.9: (52, 83, 73)})]
+        runs = [make_entry("", (50, 81, 71), rows=rows), *make_sweep({0.9: (52, 83, 73)})]
         markdown = (write_study(study(*runs), tmp_path).parent / "report.md").read_text()
         assert list(lines_of(markdown, "demo: a > b > c, averages")) == ["ratp", "ratp, r_con 0.9"]
         assert list(lines_of(markdown, "r_con on demo: a > b > c")) == ["0.5", "0.9"]
 
     def test_a_default_that_is_not_among_the_values_is_not_marked(self):
-        (found,) = sweeps(study(*swept({0.9: (52, 83, 73), 0.5: (50, 81, 71)}), usual={(0, "r_con"): 0.6}))
+        (found,) = sweeps(study(*make_sweep({0.9: (52, 83, 73), 0.5: (50, 81, 71)}), usual={(0, "r_con"): 0.6}))
         assert len(sweep_curves(found).axes[0].lines) == 3
 
     @pytest.mark.parametrize("values", [("a", "b"), (True, False), (0.0, 0.001, 1.0)])
     def test_words_and_crowded_numbers_stand_at_even_distances(self, values):
-        (found,) = sweeps(study(*swept(dict.fromkeys(values, (50, 81, 71)))))
+        (found,) = sweeps(study(*make_sweep(dict.fromkeys(values, (50, 81, 71)))))
         (ax,) = sweep_curves(found).axes
         assert list(ax.get_xticks()) == list(range(len(values)))
 
-    def test_the_table_has_a_row_a_value_with_the_default_named(self, tmp_path):
-        runs = swept({0.9: (52, 83, 73), 0.5: (50, 81, 71), 0.7: (51, 83, 75)})
+    def test_table_has_a_row_per_value_and_names_the_default(self, tmp_path):
+        runs = make_sweep({0.9: (52, 83, 73), 0.5: (50, 81, 71), 0.7: (51, 83, 75)})
         page = write_study(study(*runs, usual={(0, "r_con"): 0.5}), tmp_path)
         rows = lines_of((page.parent / "report.md").read_text(), "r_con on demo: a > b > c")
         assert rows == {
@@ -394,7 +398,10 @@ class TestSweeps:
         }
 
     def test_values_that_know_target_labels_are_marked(self, tmp_path):
-        runs = [*swept({"t2pl": (50, 81, 71)}, "labels"), *swept({"true": (60, 91, 81)}, "labels", oracle=True)]
+        runs = [
+            *make_sweep({"t2pl": (50, 81, 71)}, "labels"),
+            *make_sweep({"true": (60, 91, 81)}, "labels", oracle=True),
+        ]
         found = study(*runs, usual={(0, "labels"): "true"})
         (ax,) = sweep_curves(sweeps(found)[0]).axes
         ticks = [" ".join(label.get_text().split()) for label in ax.get_xticklabels()]
@@ -402,13 +409,13 @@ class TestSweeps:
         rows = lines_of((write_study(found, tmp_path).parent / "report.md").read_text(), "labels on demo: a > b > c")
         assert list(rows) == ["t2pl", "true (usual, knows target labels)"]
 
-    def test_a_missing_value_is_called_by_its_value(self):
-        (ax,) = sweep_curves(sweeps(study(*swept({0.9: (52, 83, 73), 0.5: None})))[0]).axes
+    def test_missing_value_is_named(self):
+        (ax,) = sweep_curves(sweeps(study(*make_sweep({0.9: (52, 83, 73), 0.5: None})))[0]).axes
         assert [label.get_text() for label in ax.get_xticklabels()] == ["0.5", "0.9"]
 
 
 class TestFiles:
-    def test_all_are_there_and_readable(self, folder):
+    def test_all_files_exist_and_are_readable(self, folder):
         names = {path.name for path in folder.iterdir()}
         texts = {"index.html", "report.md", "report.tex", "metrics.csv", "tables.csv", "missing.csv"}
         figures = ("matrix", "curves", "matrix-2", "curves-2", "variants-2", "sweep-3-k")
@@ -433,12 +440,12 @@ class TestFiles:
         assert "- Mean ± sample standard deviation over seeds. Without ±: from a single seed." in markdown
         assert "Uses target labels" in markdown
 
-    def test_they_hold_the_unfamiliar_period_where_it_was_measured(self, tmp_path):
+    def test_files_hold_the_unfamiliar_period_if_measured(self, tmp_path):
         probe = {"event": "probe", "stage": 1, "domain": "b"}
         probes = tuple({**probe, "progress": at, "accuracy": {"b": 50 + at}} for at in (0, 1))
-        run = asked("ratp", (50, 80, 70))
+        run = make_entry("ratp", (50, 80, 70))
         probed = replace(run, record=replace(run.record, journal=probes))
-        folder = write_study(study(probed, asked("shot", (40, 70, 60))), tmp_path).parent
+        folder = write_study(study(probed, make_entry("shot", (40, 70, 60))), tmp_path).parent
         rows = lines_of((folder / "report.md").read_text(), "demo: a > b > c, averages over domains")
         assert (rows["ratp"][-1], rows["shot"][-1]) == ("50.5¹", "–")
 
@@ -459,10 +466,10 @@ class TestFiles:
 
     def test_names_are_text_and_never_markup(self, tmp_path):
         label, title = "[<b>x_1</b>] *50% & {y}|$z$", "<script>alert(1)</script> *A* \\cmd #1"
-        runs = [asked(label, (50 + i, 80, 70), order) for i, order in enumerate((AB, BA))]
-        runs += [asked("other", (40, 60, 50), order) for order in (AB, BA)]
-        runs.append(asked("", (40, 70, 60), rows=(Row(0, f"{label} variant", is_variant=True),)))
-        runs.append(asked(label, None, AB, 2, state="failed", reason="<i>no|way</i>"))
+        runs = [make_entry(label, (50 + i, 80, 70), order) for i, order in enumerate((AB, BA))]
+        runs += [make_entry("other", (40, 60, 50), order) for order in (AB, BA)]
+        runs.append(make_entry("", (40, 70, 60), rows=(Row(0, f"{label} variant", is_variant=True),)))
+        runs.append(make_entry(label, None, AB, 2, state="failed", reason="<i>no|way</i>"))
         folder = write_study(study(*runs, title=title), tmp_path).parent
         page = Page((folder / "index.html").read_text())
         assert not page.of("script") and not page.of("b") and not page.of("i")
@@ -481,18 +488,18 @@ class TestFiles:
 class TestTerminal:
     @pytest.mark.parametrize("width", [60, 80, 120])
     def test_no_line_is_wider_than_the_terminal(self, width):
-        assert max(map(len, printed(study(*TWO_ORDERS), width).splitlines())) <= width
+        assert max(map(len, print_report(study(*TWO_ORDERS), width).splitlines())) <= width
 
     def test_domains_without_labels_are_named_in_every_report(self, tmp_path):
         known = replace(record((0, 0, 0), ("a", "b")), matrix=Matrix(("a", "b"), ((80, math.nan), (70, math.nan))))
-        found = study(*(replace(asked(label, (0, 0, 0), ("a", "b")), record=known) for label in ("ratp", "shot")))
+        found = study(*(replace(make_entry(label, (0, 0, 0), ("a", "b")), record=known) for label in ("ratp", "shot")))
         note = "No labels, so no accuracy: b. Averages are over the others."
         page = write_study(found, tmp_path)
-        assert note in printed(found)
+        assert note in print_report(found)
         assert all(note in (tmp_path / name).read_text() for name in ("report.md", "report.tex", page.name))
 
-    def test_it_prints_a_comparison_an_order_then_the_means_over_orders(self):
-        text = printed(study(*TWO_ORDERS))
+    def test_terminal_prints_each_order_then_means_over_orders(self):
+        text = print_report(study(*TWO_ORDERS))
         assert text.count("Comparison, averages over domains (%)") == 2
         assert "after a" not in text
         first, over = text.split("demo: 2 orders")
@@ -503,13 +510,13 @@ class TestTerminal:
         assert line == ["tent", *["–"] * 6]
         assert "±" not in over
         assert "Means only: no room for deviations over orders." in over
-        assert "Mean ± sample standard deviation over orders." in printed(study(*TWO_ORDERS), 120)
+        assert "Mean ± sample standard deviation over orders." in print_report(study(*TWO_ORDERS), 120)
         assert "11 of 16 runs are finished." in text
         assert "shot, demo: 1 order × 1 seed (c>b>a; seed 2); failed: out of memory" in " ".join(text.split())
 
 
 def labels_of(*runs):
-    """What each is called once all are told apart."""
+    """Names that distinguish all of them."""
     return [
         [row.label for row in rows] for rows in distinct_labels([(run.rows, run.stream, run.settings) for run in runs])
     ]
@@ -518,12 +525,12 @@ def labels_of(*runs):
 def test_a_label_that_grids_use_for_different_runs_names_the_grid():
     """Even if they share no order and seed: a mean over different things is a mean of nothing."""
     for place in ({}, {"seed": 2}, {"order": BA}):
-        other = asked("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")), settings="another rate", **place)
-        assert labels_of(asked("ratp", (50, 80, 70)), other) == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
-    elsewhere = asked("ratp", (50, 80, 70), stream="other", settings="its values")
-    assert labels_of(asked("ratp", (50, 80, 70)), elsewhere) == [["ratp"], ["ratp"]]
-    same = asked("ratp", (50, 80, 70), seed=2), asked("ratp", (50, 80, 70), BA)
-    assert labels_of(asked("ratp", (50, 80, 70)), *same) == [["ratp"]] * 3
+        other = make_entry("", (40, 70, 60), rows=(Row(1, "ratp"), Row(1, "x")), settings="another rate", **place)
+        assert labels_of(make_entry("ratp", (50, 80, 70)), other) == [["ratp, grid 1"], ["ratp, grid 2", "x"]]
+    elsewhere = make_entry("ratp", (50, 80, 70), stream="other", settings="its values")
+    assert labels_of(make_entry("ratp", (50, 80, 70)), elsewhere) == [["ratp"], ["ratp"]]
+    same = make_entry("ratp", (50, 80, 70), seed=2), make_entry("ratp", (50, 80, 70), BA)
+    assert labels_of(make_entry("ratp", (50, 80, 70)), *same) == [["ratp"]] * 3
 
 
 @pytest.fixture
@@ -547,7 +554,7 @@ def test_a_study_knows_its_variants_and_the_default_of_what_it_sweeps(file, tmp_
     assert {run.state for run in results.runs} == {"waiting"}
 
 
-def test_the_command_reports_what_is_known_and_refuses_nothing_at_all(file, tmp_path):
+def test_command_reports_known_results_and_refuses_none(file, tmp_path):
     folder, known = tmp_path / "runs", tmp_path / "known"
     refused = ratp("study", "report", file, "--out", folder)
     assert refused.code == 2

@@ -98,7 +98,7 @@ def test_a_repeated_seed_counts_once_with_a_note(make_run):
     assert any("seed 0 appears more than once" in note for note in sections([group])[0].notes())
 
 
-def test_runs_that_are_not_alike_are_told(make_run):
+def test_differing_runs_are_reported(make_run):
     runs = [
         make_run(seed=0),
         make_run(seed=1, recipe={"epochs": 5}),
@@ -110,20 +110,20 @@ def test_runs_that_are_not_alike_are_told(make_run):
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "told"),
+    ("key", "values", "expected"),
     [
         ("method_file", ("a" * 64, "b" * 64), ["mine (file aaaaaaaa)", "mine (file bbbbbbbb)"]),
         ("weights", (None, "c" * 64), ["mine (weights none)", "mine (weights cccccccc)"]),
         ("guard", ("act", "record"), ["mine (guard act)", "mine (guard record)"]),
     ],
 )
-def test_what_no_label_names_makes_another_row(key, values, told, make_run):
+def test_unlabelled_differences_make_another_row(key, values, expected, make_run):
     """An edited file of one's own, say: its seeds are not those of the file before."""
     runs = [make_run(method="mine", seed=seed, **{key: value}) for seed in (1, 2) for value in values]
     (section,) = sections(group_runs([*runs, make_run(method="other")]))
-    assert [group.label for group in section.groups] == [*told, "other"]
+    assert [group.label for group in section.groups] == [*expected, "other"]
     assert [len(group.counted) for group in section.groups] == [2, 2, 1]
-    assert [section.name_of(run) for run in section.runs][::2] == [*told, "other"]
+    assert [section.name_of(run) for run in section.runs][::2] == [*expected, "other"]
     assert section.notes() == []
     assert group_runs(section.runs) == list(section.groups)  # as often as they are grouped
 
@@ -142,7 +142,7 @@ def test_runs_on_other_images_are_neither_seeds_nor_repetitions(make_run):
     assert note.startswith("Not every run saw the same images of photo")
 
 
-def test_a_precision_of_its_own_is_told(make_run):
+def test_differing_precision_is_reported(make_run):
     tf32, bf16 = (replace(make_run(seed=seed), environment={"precision": p}) for seed, p in enumerate(("tf32", "bf16")))
     (section,) = sections(group_runs([tf32, bf16, replace(make_run(method="shot"), environment={"precision": "bf16"})]))
     assert section.notes() == ["Not every run was computed in the same precision: bf16: ratp, shot; tf32: ratp."]
@@ -161,13 +161,13 @@ def test_runs_alike_but_for_the_seed_need_no_note(make_run):
     assert sections(group_runs([make_run(seed=0), make_run(seed=1)]))[0].notes() == []
 
 
-def test_a_value_that_had_to_be_asked_for_before_it_was_the_default_makes_no_difference(make_run):
-    asked, by_default = make_run(seed=0, changed={"pca": True}), make_run(seed=1)
-    (group,) = group_runs([replace(run, name="ratp") for run in (asked, by_default)])
+def test_explicit_default_makes_no_difference(make_run):
+    explicit, by_default = make_run(seed=0, changed={"pca": True}), make_run(seed=1)
+    (group,) = group_runs([replace(run, name="ratp") for run in (explicit, by_default)])
     assert not any("differ" in note for note in sections([group])[0].notes())
 
 
-def test_nothing_to_report_is_an_error_that_says_so():
+def test_nothing_to_report_is_an_error():
     with pytest.raises(RatpError, match="no runs"):
         sections([])
 
@@ -191,7 +191,7 @@ def test_area_leaves_out_the_source_and_stages_under_way():
     assert by_domain(record([]), "Unfamiliar") == {}
 
 
-def test_a_stage_begun_anew_counts_as_it_went_the_last_time():
+def test_restarted_stage_counts_its_last_attempt():
     interrupted = [(1, 0.0, 10.0), (1, 0.5, 10.0), (1, 0.0, 60.0), (1, 1.0, 60.0)]
     assert by_domain(record(interrupted), "Unfamiliar")["photo"] == pytest.approx(60.0)
 
@@ -225,7 +225,7 @@ def test_a_damaged_probe_names_the_run(golden, broken):
         by_domain(read_run(golden.path), "Unfamiliar")
 
 
-def test_what_all_runs_have_in_common_is_said_once(make_run):
+def test_common_settings_are_stated_once(make_run):
     common = {"epochs": "4", "size": "32"}
     runs = [
         make_run(method="ratp", changed=common),

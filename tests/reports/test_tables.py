@@ -20,7 +20,7 @@ SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))
 FLAT = ((99.0, 50.0, 30.0),) * 3
 
 
-def printed(runs, width=80, **options):
+def print_tables(runs, width=80, **options):
     file = io.StringIO()
     print_report(runs, Console(file=file, width=width, **options))
     return file.getvalue()
@@ -35,7 +35,7 @@ def cells_of(row):
 
 
 def test_terminal_shows_matrix_and_metrics_of_one_run(golden):
-    text = printed([golden])
+    text = print_tables([golden])
     assert line_of(text, "after photo").split() == ["after", "photo", "95.0", "[90.0]", "50.0"]
     assert line_of(text, "TDG ").split() == ["TDG", "–", "60.0", "45.0", "52.5"]
     assert line_of(text, "TDA ").split() == ["TDA", "99.0", "90.0", "80.0", "89.7"]
@@ -44,7 +44,7 @@ def test_terminal_shows_matrix_and_metrics_of_one_run(golden):
 
 
 def test_terminal_explains_the_measures_in_a_sentence(golden):
-    text = printed([golden])
+    text = print_tables([golden])
     explained = (
         "Accuracy: TDG before a domain is learned, TDA right after it is learned, FA once later domains are learned."
     )
@@ -53,12 +53,12 @@ def test_terminal_explains_the_measures_in_a_sentence(golden):
 
 
 def test_terminal_compares_methods_and_marks_the_best(make_run):
-    text = printed([make_run(seed=0), make_run(SECOND, seed=1), make_run(FLAT, method="source-only")])
+    text = print_tables([make_run(seed=0), make_run(SECOND, seed=1), make_run(FLAT, method="source-only")])
     comparison = text[text.index("Comparison") :]
     assert "53.8 ± 1.8*" in line_of(comparison, "ratp")
     assert line_of(comparison, "source-only").split() == ["source-only", "1", "40.0", "59.7", "74.5"]
     assert "Mean ± sample standard deviation over seeds. Without ±: from a single seed." in text
-    assert "single seed" not in printed([make_run(seed=0), make_run(SECOND, seed=1)])
+    assert "single seed" not in print_tables([make_run(seed=0), make_run(SECOND, seed=1)])
 
 
 def several_and_single_seeds(make_run):
@@ -74,7 +74,7 @@ def several_and_single_seeds(make_run):
 
 def test_where_deviations_have_no_room_the_terminal_says_so_and_marks_single_seeds(make_run):
     runs = several_and_single_seeds(make_run)
-    text = printed(runs)
+    text = print_tables(runs)
     domains = text[text.index("TDA, right after") :]
     assert domains.splitlines()[0].endswith("means only")
     assert line_of(domains, "method0").split()[1:3] == ["90.5", "90.5"]
@@ -84,15 +84,15 @@ def test_where_deviations_have_no_room_the_terminal_says_so_and_marks_single_see
         "Mean ± sample standard deviation over seeds. Without ±: from a single seed.",
         "Means only: no room for deviations over seeds. With ¹: from a single seed.",
     ]
-    assert "¹" not in printed(runs, 200)
-    assert "Means only" not in printed(runs, 200)
+    assert "¹" not in print_tables(runs, 200)
+    assert "Means only" not in print_tables(runs, 200)
 
 
 def test_where_no_table_has_room_for_deviations_none_is_explained(make_run):
-    text = printed(several_and_single_seeds(make_run), 30)
+    text = print_tables(several_and_single_seeds(make_run), 30)
     assert "±" not in text
     assert "Means only: no room for deviations over seeds. With ¹: from a single seed." in " ".join(text.split())
-    assert "¹" not in printed(several_and_single_seeds(make_run)[:-1], 30)
+    assert "¹" not in print_tables(several_and_single_seeds(make_run)[:-1], 30)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -100,13 +100,13 @@ def test_no_line_is_wider_than_the_terminal(make_run, hostile, width):
     order = tuple(f"a-long-domain-{i}" for i in range(7))
     rows = tuple(tuple(90.0 - abs(s - d) for d in range(7)) for s in range(7))
     runs = [make_run(rows, order, method=f"method-{m}", seed=s) for m in range(3) for s in range(2)]
-    text = printed([*runs, hostile], width)
+    text = print_tables([*runs, hostile], width)
     assert max(map(len, text.splitlines())) <= width
     assert all(f"{90.0 - abs(s - 6):.1f}" in text for s in range(7))
 
 
 def test_terminal_output_has_no_escape_codes_when_piped(hostile):
-    text = printed([hostile])
+    text = print_tables([hostile])
     assert "\x1b" not in text
     assert "[bold]<b>m_1</b>" in text
 
@@ -126,7 +126,7 @@ def test_terminal_of_a_small_encoding_gets_plain_marks(make_run):
 
 
 def test_terminal_marks_unfinished_runs(make_run):
-    text = printed([make_run(), make_run(GOLDEN[:2], seed=1)])
+    text = print_tables([make_run(), make_run(GOLDEN[:2], seed=1)])
     comparison = text[text.index("Comparison") :]
     assert "2 of 3 stages" in line_of(comparison, "ratp, seed 1")
     assert line_of(comparison, "ratp ").split() == ["ratp", "1", "52.5", "89.7", "89.2"]
@@ -136,7 +136,7 @@ def test_terminal_marks_unfinished_runs(make_run):
 @pytest.mark.parametrize("rows", [0, 1])
 def test_runs_barely_begun_are_shown_with_dashes(make_run, rows):
     run = make_run(GOLDEN[:rows])
-    assert "–" in printed([run])
+    assert "–" in print_tables([run])
     assert f"{rows} of 3 stages" in markdown_report([run])
     assert "--" in latex_report([run])
     assert len(csv_report([run]).splitlines()) == (1 if rows == 0 else 1 + 3 + 3 + 2)
@@ -147,9 +147,9 @@ def test_domains_without_labels_are_named(make_run):
     known = ((99.0, math.nan, 40.0), (95.0, math.nan, 50.0), (92.0, math.nan, 80.0))
     note = "No labels, so no accuracy: photo. Averages are over the others."
     runs = [replace(make_run(method=m), matrix=Matrix(("scan", "photo", "font"), known)) for m in ("ratp", "tent")]
-    for text in (printed(runs), markdown_report(runs), comparison_markdown(runs), latex_report(runs)):
+    for text in (print_tables(runs), markdown_report(runs), comparison_markdown(runs), latex_report(runs)):
         assert text.count(note) == 1
-    assert "No labels" not in printed([make_run(), make_run(GOLDEN[:1], seed=1)])
+    assert "No labels" not in print_tables([make_run(), make_run(GOLDEN[:1], seed=1)])
 
 
 def test_different_orders_never_share_a_table(make_run):
@@ -160,7 +160,7 @@ def test_different_orders_never_share_a_table(make_run):
     assert "ratp" not in second
 
 
-def test_comparison_markdown_has_a_row_a_method_with_the_best_in_bold(make_run):
+def test_comparison_markdown_has_a_row_per_method_with_best_in_bold(make_run):
     text = comparison_markdown([make_run(seed=0), make_run(SECOND, seed=1), make_run(FLAT, method="source-only")])
     head, _, ratp, source = text.splitlines()[:4]
     assert cells_of(head) == ["Method", "Seeds", "TDG (%)", "TDA (%)", "FA (%)"]
@@ -197,7 +197,7 @@ def test_two_best_leave_no_second_place(make_run):
 
 def test_no_table_explains_marks_that_none_has(make_run):
     runs = [make_run(), make_run(method="copy")]
-    for text in (printed(runs), markdown_report(runs), latex_report(runs)):
+    for text in (print_tables(runs), markdown_report(runs), latex_report(runs)):
         assert "best" not in text.lower()
 
 
@@ -299,5 +299,5 @@ def test_readable_names_stay_readable_in_markdown(make_run):
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(float("nan"), "–"), (1.25, "1.2 s"), (125, "2 min 05 s"), (7260, "2 h 01 min")]
 )
-def test_durations_read_as_a_person_would_say_them(seconds, shown):
+def test_durations_are_human_readable(seconds, shown):
     assert duration(seconds) == shown

@@ -13,15 +13,15 @@ from ratp.runs.record import RunRecord
 from ratp.runs.request import RunRequest
 
 
-def record(method, changes=None, said=None, config=None):
+def record(method, changes=None, explicit=None, config=None):
     """A run on the demo that says of itself what was changed."""
     plan = resolve(RunRequest("demo", method, changes=changes or {}, device="cpu"))
-    about = {"preset": "official", "changed": plan.changed if said is None else said, "method_file": None}
+    about = {"preset": "official", "changed": plan.changed if explicit is None else explicit, "method_file": None}
     return RunRecord(Path("run"), {**plan.decisions(), **about, **(config or {})}, {}, Matrix(plan.order), ())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_of_today_stays_what_it_says_it_is(method):
+def test_current_run_keeps_its_label(method):
     for changes in ({}, {"epochs": 3}):
         found = record(method, changes)
         assert with_current_defaults(found).label == found.label
@@ -29,15 +29,15 @@ def test_a_run_of_today_stays_what_it_says_it_is(method):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "label"),
+    ("changes", "explicit", "label"),
     [
         ({}, {"eval_bn": "batch"}, "adacon"),
         ({"eval_bn": "running"}, {}, "adacon (eval_bn=running)"),
         ({"lr": 0.5, "eval_bn": "running"}, {"lr": 0.5}, "adacon (lr=0.5, eval_bn=running)"),
     ],
 )
-def test_a_default_that_has_changed_since(changes, said, label):
-    found = record("adacon", changes, said=said)
+def test_default_changed_since_the_run(changes, explicit, label):
+    found = record("adacon", changes, explicit=explicit)
     assert with_current_defaults(found).label == label
     assert with_current_defaults(found).config == found.config
 
@@ -57,6 +57,6 @@ def test_a_default_that_has_changed_since(changes, said, label):
         {"recipe": [1]},
     ],
 )
-def test_what_is_not_known_here_stays_as_it_is(config):
-    found = record("adacon", said={"eval_bn": "batch"}, config=config)
+def test_unknown_switches_are_kept(config):
+    found = record("adacon", explicit={"eval_bn": "batch"}, config=config)
     assert with_current_defaults(found) is found

@@ -39,7 +39,7 @@ def plan(count=4, method="shot", **how):
 
 
 def go_on(folder, after, run_plan=None, **how):
-    """Goes on from an earlier run; returns the stages that are made."""
+    """Continues from an earlier run; returns the stages that run."""
     with pytest.warns(ContinuedWarning, match=r"TDG of .* is over the stages from"):
         events = list(Run(run_plan or plan(), folder, after=after, **how).events())
     return [event.stage for event in events if isinstance(event, StageStarted)]
@@ -47,12 +47,12 @@ def go_on(folder, after, run_plan=None, **how):
 
 def stop_in(run, stage, steps=2):
     """Stops a run after so many steps of a stage."""
-    events, made = run.events(), 0
+    events, steps_made = run.events(), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContinuedWarning)
         for event in events:
-            made += isinstance(event, Trained) and event.stage == stage
-            if made == steps:
+            steps_made += isinstance(event, Trained) and event.stage == stage
+            if steps_made == steps:
                 break
     events.close()
 
@@ -87,14 +87,14 @@ def assert_same(folder, whole, short=SHORT):
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=() if name == "ratp" else pytest.mark.slow) for name in METHODS]
 )
-def test_it_is_the_run_of_the_whole_order(method, tmp_path):
+def test_equals_the_run_of_the_whole_order(method, tmp_path):
     Run(plan(SHORT, method), tmp_path / "early").execute()
     assert go_on(tmp_path / "late", tmp_path / "early", plan(method=method)) == [2, 3]
     Run(plan(method=method), tmp_path / "whole").execute()
     assert_same(tmp_path / "late", tmp_path / "whole")
 
 
-def test_from_one_to_the_next(runs, tmp_path):
+def test_chained_runs(runs, tmp_path):
     assert go_on(tmp_path / "three", runs / "early", plan(3)) == [2]
     assert go_on(tmp_path / "four", tmp_path / "three") == [3]
     for name in ("state", "weights"):
@@ -109,7 +109,7 @@ class TestDirectory:
     def test_the_files_are_those_of_any_run(self, runs):
         assert files_of(runs / "late").keys() == files_of(runs / "whole").keys()
 
-    def test_the_journal_tells_all(self, runs):
+    def test_journal_is_complete(self, runs):
         kinds = [e["event"] for e in journal_of(runs / "late")]
         assert kinds.count("run_started") == kinds.count("run_finished") == kinds.count("continued") == 1
         assert "run_resumed" not in kinds
@@ -119,30 +119,30 @@ class TestDirectory:
         assert (event["after"], event["finished_stages"]) == (config["fingerprint"], SHORT)
         assert event["accuracy"] == dict(zip(NAMES[SHORT:], accuracy_of(runs / "late")[SHORT - 1][SHORT:], strict=True))
 
-    def test_the_config_says_so_and_its_hash_too(self, runs):
+    def test_config_names_the_earlier_run_and_its_hash(self, runs):
         late, whole = (json.loads((runs / name / "config.json").read_text()) for name in ("late", "whole"))
         assert late.pop("after")["stages"] == SHORT
         assert late.pop("fingerprint") != whole["fingerprint"] == fingerprint_of(late)
 
-    def test_it_is_no_result_of_the_whole_order(self, runs):
+    def test_result_is_not_of_the_whole_order(self, runs):
         records = {name: read_run(runs / name) for name in ("late", "whole")}
         assert [Identity.of(plan()).matches(record.config) for record in records.values()] == [False, True]
         assert not load_tool("reproducibility").counts(records["late"])
 
-    def test_features_of_the_stages_before_come_along(self, tmp_path):
+    def test_earlier_features_are_copied(self, tmp_path):
         Run(plan(SHORT), tmp_path / "early", features=True).execute()
         go_on(tmp_path / "late", tmp_path / "early", features=True)
         assert len(read_run(tmp_path / "late").features) == len(NAMES)
         assert write_report([read_run(tmp_path / "late")], tmp_path / "report").exists()
 
-    def test_another_environment_is_told(self, early, tmp_path):
+    def test_changed_environment_is_reported(self, early, tmp_path):
         path = early / "environment.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"python": "2.7"}))
         with pytest.warns(ContinuedWarning, match=r"another environment: python 2\.7"):
             Run(plan(), tmp_path / "late", after=early).execute()
         assert "python 2.7" in read_run(tmp_path / "late").moves[0]
 
-    def test_which_of_several_gpus_it_was_makes_no_difference(self):
+    def test_gpu_index_does_not_matter(self):
         was = {"device": "cuda:0", "python": "3.11"}
         assert changes(was, {"device": "cuda", "python": "3.11"}) == {}
         assert changes(was, {"device": "cpu", "python": "3.11"}) == {"device": ["cuda", "cpu"]}
@@ -154,7 +154,7 @@ class TestDirectory:
             domains = [d.unlabelled() if d.name in names else d for d in DOMAINS[:count]]
             files = tuple(f"{i}.png" for i in range(100))
             loaded = [LoadedDomain(d, files=files[: len(d.images)]) for d in domains]
-            return replace(made := plan(count), spec=replace(made.spec, load=lambda *_: loaded))
+            return replace(bare_plan := plan(count), spec=replace(bare_plan.spec, load=lambda *_: loaded))
 
         Run(bare(SHORT, "mud"), tmp_path / "early").execute()
         go_on(tmp_path / "late", tmp_path / "early", bare(4, "mud", "ice"))
@@ -178,7 +178,7 @@ class TestDirectory:
 
 
 class TestReport:
-    def test_it_is_marked_and_never_mixed_with_whole_ones(self, runs):
+    def test_continued_runs_are_marked_and_kept_apart(self, runs):
         (section,) = sections(group_runs([read_run(runs / name) for name in ("late", "whole")]))
         labels = [group.label for group in section.groups]
         assert labels == ["shot (continued)", "shot"]
@@ -206,8 +206,8 @@ class TestReport:
 
 class TestStopped:
     @pytest.mark.parametrize("gone", [False, True])
-    def test_the_same_call_goes_on(self, gone, early, runs, tmp_path):
-        """Without the earlier run, too: what it left has been taken over."""
+    def test_same_call_resumes(self, gone, early, runs, tmp_path):
+        """Works without the earlier run too: its state was copied."""
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=2)
         if gone:
             shutil.rmtree(early)
@@ -218,7 +218,7 @@ class TestStopped:
         assert len(journal_of(tmp_path / "late", "continued")) == 1
 
     @pytest.mark.parametrize("left", [(), ("config.json",), ("config.json", "matrix.json", "environment.json")])
-    def test_before_the_state_was_taken_over(self, left, early, runs, tmp_path, monkeypatch):
+    def test_stopped_before_the_state_was_copied(self, left, early, runs, tmp_path, monkeypatch):
         with monkeypatch.context() as killed:
             killed.setattr("ratp.runs.directory.States.save", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -229,14 +229,14 @@ class TestStopped:
         assert go_on(tmp_path / "late", early) == [2, 3]
         assert_same(tmp_path / "late", runs / "whole")
 
-    def test_its_only_state_is_lost(self, early, runs, tmp_path):
+    def test_only_state_is_lost(self, early, runs, tmp_path):
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=2)
         (tmp_path / "late" / LATEST).write_bytes(b"")
         with pytest.warns(StateWarning), pytest.warns(ContinuedWarning):
             Run(plan(), tmp_path / "late", after=early).execute()
         assert_same(tmp_path / "late", runs / "whole")
 
-    def test_later_on_the_state_before_is_taken(self, early, runs, tmp_path):
+    def test_previous_state_is_used_later_on(self, early, runs, tmp_path):
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=3)
         (tmp_path / "late" / LATEST).write_bytes(b"")
         shutil.rmtree(early)
@@ -244,21 +244,21 @@ class TestStopped:
             Run(plan(), tmp_path / "late", after=early).execute()
         assert_same(tmp_path / "late", runs / "whole")
 
-    def test_all_is_lost(self, early, tmp_path):
+    def test_all_states_are_lost(self, early, tmp_path):
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=3)
         for name in (LATEST, BEFORE):
             (tmp_path / "late" / name).write_bytes(b"")
         with pytest.raises(RunDirectoryError, match="Restore one of them"):
             Run(plan(), tmp_path / "late", after=early).execute()
 
-    def test_a_finished_one_has_nothing_to_do(self, runs):
+    def test_finished_run_has_nothing_to_do(self, runs):
         before = files_of(runs / "late")
         assert list(Run(plan(), runs / "late", after=runs / "gone").events()) == []
         assert files_of(runs / "late") == before
 
     @pytest.mark.slow
     def test_in_other_processes(self, tmp_path):
-        def made(name, order, after=None):
+        def begin_run(name, order, after=None):
             requests = [
                 RunRequest("demo", "shot", order, seed=s, changes=small, subset=True, device="cpu") for s in (1, 2)
             ]
@@ -269,25 +269,25 @@ class TestStopped:
             return runs
 
         small = {**TINY, "epochs": 1}
-        made("early", "scan>font")
-        late, whole = made("late", "scan>font>street", "early"), made("whole", "scan>font>street")
+        begin_run("early", "scan>font")
+        late, whole = begin_run("late", "scan>font>street", "early"), begin_run("whole", "scan>font>street")
         for run, other in zip(late, whole, strict=True):
             assert_same(run.folder, other.folder)
 
 
 class TestRefused:
-    def refused(self, tmp_path, early, other, *told):
+    def assert_error(self, tmp_path, early, other, *expected):
         """Nothing is written, and every difference has its sentence."""
         before = files_of(early)
         with pytest.raises(ConfigError) as caught:
             Run(other, tmp_path / "late", after=early)
         assert not (tmp_path / "late").exists() and files_of(early) == before
-        assert len(caught.value.problems) == len(told)
-        for part, problem in zip(told, caught.value.problems, strict=True):
+        assert len(caught.value.problems) == len(expected)
+        for part, problem in zip(expected, caught.value.problems, strict=True):
             assert part in problem
 
     @pytest.mark.parametrize(
-        ("other", "told"),
+        ("other", "expected"),
         [
             (plan(seed=7), "another seed: 2022 there, 7 requested"),
             (plan(method="tent"), "another method: shot there, tent requested"),
@@ -298,20 +298,20 @@ class TestRefused:
             (plan(SHORT), "has all of ink>mud: there is no further domain"),
         ],
     )
-    def test_another_run(self, other, told, early, tmp_path):
-        self.refused(tmp_path, early, other, told)
+    def test_another_run(self, other, expected, early, tmp_path):
+        self.assert_error(tmp_path, early, other, expected)
 
-    def test_all_at_once(self, early, tmp_path):
+    def test_all_differences_are_reported(self, early, tmp_path):
         others = [DOMAINS[0], toy_domain("mud", 30), *DOMAINS[2:]]
         other = toy_plan("shot", others, seed=7, changes={"epochs": 2, "steps": 3})
-        self.refused(tmp_path, early, other, "another seed", "another value of epochs", "the images of mud")
+        self.assert_error(tmp_path, early, other, "another seed", "another value of epochs", "the images of mud")
 
-    def test_one_that_is_not_finished(self, tmp_path):
+    def test_unfinished_earlier_run(self, tmp_path):
         stop_in(Run(plan(SHORT), tmp_path / "early"), stage=1)
         with pytest.raises(RunDirectoryError, match="is not finished: 1 of 2 stages"):
             Run(plan(), tmp_path / "late", after=tmp_path / "early")
 
-    def test_one_that_is_none(self, tmp_path):
+    def test_not_a_run(self, tmp_path):
         with pytest.raises(RunDirectoryError, match="does not exist"):
             Run(plan(), tmp_path / "late", after=tmp_path / "early")
         with pytest.raises(RunDirectoryError, match="not a run directory"):
@@ -322,7 +322,7 @@ class TestRefused:
         with pytest.raises(RunDirectoryError, match="not a run directory that a run can continue"):
             Run(plan(), tmp_path / "late", after=tmp_path / "early.json")
 
-    def test_itself(self, early):
+    def test_earlier_run_is_the_run_itself(self, early):
         with pytest.raises(ConfigError, match="choose another with --out"):
             Run(plan(), early, after=early.parent / "." / "early")
 
@@ -335,13 +335,13 @@ class TestRefused:
             Run(plan(), tmp_path / "late", after=early).execute()
         assert not files_of(tmp_path / "late")
 
-    def test_another_earlier_run_than_it_began_with(self, early, tmp_path):
+    def test_different_earlier_run_on_resume(self, early, tmp_path):
         Run(plan(3), tmp_path / "three").execute()
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=2)
         with pytest.raises(RunDirectoryError, match=r"differs in after: run .* there, run .* requested"):
             Run(plan(), tmp_path / "late", after=tmp_path / "three").execute()
 
-    def test_it_needs_to_be_named_again(self, early, tmp_path):
+    def test_earlier_run_must_be_given_again(self, early, tmp_path):
         stop_in(Run(plan(), tmp_path / "late", after=early), stage=2)
         with pytest.raises(RunDirectoryError, match="name that with --after"):
             Run(plan(), tmp_path / "late").execute()

@@ -23,7 +23,7 @@ from ratp.runs.states import CHECKPOINT_LATEST as LATEST
 KEPT = Path(__file__).parents[1] / "fixtures" / "runs"
 FORMS = sorted(path.name for path in KEPT.iterdir() if path.is_dir() and path.name != "__pycache__")
 BARE = ("run", KEPT / "marks.toml", "--method", "shot", "--seed", "1", "--device", "cpu", "--weights", "none")
-# What was usual for SHOT when they were made.
+# Defaults of SHOT when they were recorded.
 THEN = {"lr": 0.01, "sgd.momentum": 0.9, "sgd.weight_decay": 0.001, "sgd.schedule": "per-step", "sgd.nesterov": True}
 OPTIONS = [word for name, value in THEN.items() for word in ("--set", f"{name}={value}")]
 COMMAND = (*BARE, *OPTIONS)
@@ -50,13 +50,13 @@ def expected(folder):
     return finished.matrix, same
 
 
-def test_all_forms_are_here():
+def test_all_formats_are_covered():
     """The other tests would pass on an empty folder."""
     assert FORMS == ["unversioned", "versioned"]
 
 
 @kept("finished", *UNFINISHED)
-def test_it_is_reported(folder):
+def test_kept_run_is_reported(folder):
     result = ratp("report", folder, "--out", folder.parent / "report")
     assert result.code == 0, result
     assert "shot" in result.out
@@ -64,7 +64,7 @@ def test_it_is_reported(folder):
 
 
 @kept("finished", "between-stages")
-def test_what_was_usual_then_can_be_asked_for(folder):
+def test_old_defaults_can_be_requested(folder):
     """Other values are usual now: the same command is refused, with the options that make it go on."""
     result = ratp(*BARE, "--out", folder, "--quiet")
     assert result.code == 2
@@ -73,7 +73,7 @@ def test_what_was_usual_then_can_be_asked_for(folder):
 
 
 @kept("finished")
-def test_a_finished_one_is_known_to_be_finished(folder):
+def test_finished_run_is_recognised(folder):
     before = read_tensors(folder / "weights.safetensors")[0]
     result = ratp(*COMMAND, "--out", folder, "--quiet")
     assert result.code == 0, result
@@ -83,7 +83,7 @@ def test_a_finished_one_is_known_to_be_finished(folder):
 
 @kept(*UNFINISHED)
 @pytest.mark.filterwarnings("ignore:this run began in another environment")
-def test_an_unfinished_one_goes_on_to_the_result_it_would_have_had(folder):
+def test_unfinished_run_resumes_to_its_result(folder):
     done, half = len(accuracy_of(folder)), (folder / LATEST).exists()
     with pytest.warns(CheckpointWarning, match=r"stage 1 \(mud\) starts again") if half else nullcontext():
         result = ratp(*COMMAND, "--out", folder, "--quiet")
@@ -111,7 +111,7 @@ def test_a_later_version_is_refused(folder, name):
 
 
 @pytest.mark.parametrize("name", ["config.json", "state.safetensors", LATEST, "journal.jsonl"])
-def test_a_later_version_is_not_trained_over(name, tmp_path):
+def test_later_version_is_not_overwritten(name, tmp_path):
     folder = shutil.copytree(KEPT / FORMS[0] / "within-a-stage", tmp_path / "run")
     path = folder / name
     if name == "config.json":

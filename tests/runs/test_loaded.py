@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
 
 class TestLoad:
     @pytest.mark.parametrize("method", ["ratp", "tent"])
-    def test_it_is_the_method_of_the_run(self, runs, method):
+    def test_loads_the_method_of_the_run(self, runs, method):
         plan = toy_plan(method, toy_domains(ink=40, mud=32))
         run = ratp.Run(plan, runs / method)
         run.execute()
@@ -46,28 +46,30 @@ class TestLoad:
         assert same_tensors(found.method.state(), tensors_of(runs / "tent"))
 
     @pytest.mark.parametrize("form", ["unversioned", "versioned"])
-    def test_runs_of_earlier_versions(self, form):
+    def test_loads_runs_of_earlier_versions(self, form):
         found = ratp.load(KEPT / form / "finished", device="cpu")
         height, width = found.image_size
         logits = found.predict(torch.zeros((2, 3, height, width), dtype=torch.uint8))
         assert logits.shape == (2, len(found.classes))
 
-    def test_a_run_that_was_stopped_warns(self):
+    def test_unfinished_run_warns(self):
         with pytest.warns(RuntimeWarning, match="is unfinished: using its method after"):
             ratp.load(KEPT / "versioned" / "between-stages", device="cpu")
 
-    def test_files_from_python(self, runs, tmp_path):
+    def test_predict_files_from_python(self, runs, tmp_path):
         Image.fromarray(np.zeros((40, 20, 3), np.uint8)).save(tmp_path / "a.png")
         (tmp_path / "b.png").write_bytes(b"")
-        told = []
-        found = ratp.load(runs / "ratp").predict_files(tmp_path, on_bad="skip", progress=lambda *at: told.append(at))
+        reported = []
+        found = ratp.load(runs / "ratp").predict_files(
+            tmp_path, on_bad="skip", progress=lambda *at: reported.append(at)
+        )
         ((file, label, share),) = found.predictions
         assert (file, [name for name, _ in found.left_out]) == (str(tmp_path / "a.png"), [str(tmp_path / "b.png")])
         assert label in ratp.load(runs / "ratp").classes
         assert 0 < share <= 1
-        assert told[-1] == (2, 2)
+        assert reported[-1] == (2, 2)
 
-    def test_no_such_way_with_bad_images(self, runs, tmp_path):
+    def test_unknown_bad_image_option(self, runs, tmp_path):
         with pytest.raises(ratp.ConfigError, match="skip"):
             ratp.load(runs / "ratp").predict_files([tmp_path], on_bad="mend")
 
@@ -87,7 +89,7 @@ class TestWrongImages:
     """Each was predicted before, and wrongly, or ended in an error of torch."""
 
     @pytest.mark.parametrize(
-        ("images", "told"),
+        ("images", "expected"),
         [
             (IMAGES / 255, r"got torch\.float32 of shape \(20, 3, 32, 32\)\. From values of 0 to 1: \(255"),
             (IMAGES.long(), r"got torch\.int64 of shape"),
@@ -100,14 +102,14 @@ class TestWrongImages:
         ids=["floats", "long", "grey", "channels last", "one image", "size", "array"],
     )
     @pytest.mark.parametrize("method", ["ratp", "tent"])
-    def test_they_are_refused(self, runs, method, images, told):
+    def test_wrong_images_are_refused(self, runs, method, images, expected):
         run = ratp.load(runs / method)
-        asked = [run.predict, run.method.predict, run.method.embed]
-        for ask in asked + ([run.method.observe] if method == "tent" else []):
-            with pytest.raises(RatpError, match=rf"must be a uint8 tensor of shape \(N, 3, 32, 32\), .*{told}"):
+        calls = [run.predict, run.method.predict, run.method.embed]
+        for ask in calls + ([run.method.observe] if method == "tent" else []):
+            with pytest.raises(RatpError, match=rf"must be a uint8 tensor of shape \(N, 3, 32, 32\), .*{expected}"):
                 ask(images)
 
-    def test_what_is_advised_works(self, runs):
+    def test_advice_works(self, runs):
         run = ratp.load(runs / "ratp")
         images = IMAGES / 255
         assert torch.equal(run.predict((255 * images).round().to(torch.uint8)), run.predict(IMAGES))

@@ -21,7 +21,7 @@ from ratp.runs.states import CHECKPOINT_LATEST as LATEST
 SIZES = {"epochs": 2, "steps": 3}
 
 
-def plan_of(method="ratp", **changes):
+def make_plan(method="ratp", **changes):
     return toy_plan(method, changes={**SIZES, **QUICK.get(method, {}), **changes})
 
 
@@ -36,7 +36,7 @@ def cut(run, after):
 
 
 def go_on(run):
-    """Makes the rest; returns how many steps of the first stage had been made before."""
+    """Runs the rest; returns how many steps of the first stage had already run."""
     started = [event for event in run.events() if isinstance(event, StageStarted)]
     return started[0].done
 
@@ -49,63 +49,63 @@ def assert_same(folder, other):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Undisturbed runs and their numbers of ticks, made when first asked for."""
-    made = {}
+    """Undisturbed runs and their numbers of ticks, run on first use."""
+    cached_runs = {}
 
     def get(method):
-        if method not in made:
+        if method not in cached_runs:
             folder = tmp_path_factory.mktemp("whole") / "run"
-            made[method] = folder, sum(isinstance(e, Trained) for e in Run(plan_of(method), folder).events())
-        return made[method]
+            cached_runs[method] = folder, sum(isinstance(e, Trained) for e in Run(make_plan(method), folder).events())
+        return cached_runs[method]
 
     return get
 
 
 @pytest.mark.parametrize("where", ["early", "middle", "late"])
 @pytest.mark.parametrize("method", each_method())
-def test_every_method_goes_on_with_the_next_step(method, where, whole, tmp_path):
+def test_every_method_resumes_at_the_next_step(method, where, whole, tmp_path):
     undisturbed, ticks = whole(method)
     after = {"early": 2, "middle": ticks // 2, "late": ticks - 1}[where]
-    cut(Run(plan_of(method), tmp_path / "run"), after)
-    assert go_on(Run(plan_of(method), tmp_path / "run")) > 0
+    cut(Run(make_plan(method), tmp_path / "run"), after)
+    assert go_on(Run(make_plan(method), tmp_path / "run")) > 0
     assert_same(undisturbed, tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def test_ratp_can_be_stopped_again_and_again(whole, tmp_path):
+def test_ratp_can_be_stopped_repeatedly(whole, tmp_path):
     undisturbed, ticks = whole("ratp")
     for _ in range(ticks - 1):
-        cut(Run(plan_of(), tmp_path / "run"), 1)
-    go_on(Run(plan_of(), tmp_path / "run"))
+        cut(Run(make_plan(), tmp_path / "run"), 1)
+    go_on(Run(make_plan(), tmp_path / "run"))
     assert_same(undisturbed, tmp_path / "run")
 
 
-def test_the_journal_is_that_of_an_undisturbed_run_but_for_the_interruption(whole, tmp_path):
+def test_journal_differs_only_by_the_interruption(whole, tmp_path):
     undisturbed, _ = whole("ratp")
-    cut(Run(plan_of(), tmp_path / "run"), 10)
-    go_on(Run(plan_of(), tmp_path / "run"))
+    cut(Run(make_plan(), tmp_path / "run"), 10)
+    go_on(Run(make_plan(), tmp_path / "run"))
 
-    def told(folder):
+    def comparable_events(folder):
         events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
         kept = [e for e in events if e["event"] not in ("run_resumed", "stage_resumed")]
         return [{key: value for key, value in e.items() if key not in ("time", "seconds")} for e in kept]
 
-    assert told(tmp_path / "run") == told(undisturbed)
+    assert comparable_events(tmp_path / "run") == comparable_events(undisturbed)
     (event,) = journal_of(tmp_path / "run", "stage_resumed")
     assert (event["stage"], event["done"]) == (1, 4)
 
 
 @pytest.mark.slow
-def test_probes_are_those_of_an_undisturbed_run(tmp_path):
-    Run(plan_of(), tmp_path / "whole", probe=True).execute()
-    total = sum(1 for _ in Run(plan_of(), tmp_path / "again", probe=True).events())
+def test_probes_equal_those_of_an_undisturbed_run(tmp_path):
+    Run(make_plan(), tmp_path / "whole", probe=True).execute()
+    total = sum(1 for _ in Run(make_plan(), tmp_path / "again", probe=True).events())
     for after in range(3, total, 4):
         folder = tmp_path / str(after)
-        events = Run(plan_of(), folder, probe=True).events()
+        events = Run(make_plan(), folder, probe=True).events()
         for _ in range(after):
             next(events)
         events.close()
-        Run(plan_of(), folder, probe=True).execute()
+        Run(make_plan(), folder, probe=True).execute()
         probes = [
             [(e["stage"], e["progress"], e["accuracy"]) for e in journal_of(place, "probe")]
             for place in (tmp_path / "whole", folder)
@@ -118,14 +118,14 @@ class TestFiles:
     @pytest.fixture
     def stopped(self, tmp_path):
         """A run stopped after two checkpoints in its second stage."""
-        cut(Run(plan_of(), tmp_path / "run"), 8)
-        cut(Run(plan_of(), tmp_path / "run"), 2)
+        cut(Run(make_plan(), tmp_path / "run"), 8)
+        cut(Run(make_plan(), tmp_path / "run"), 2)
         assert (tmp_path / "run" / LATEST).exists() and (tmp_path / "run" / BEFORE).exists()
         return tmp_path / "run"
 
     @pytest.mark.parametrize("damage", ["cut", "bit", "html", "gone", "text"])
     @pytest.mark.faults(2, "a damaged checkpoint is not believed, and the one before it is used")
-    def test_a_damaged_one_is_not_believed_and_the_one_before_is_used(self, damage, stopped, whole):
+    def test_damaged_checkpoint_falls_back_to_previous(self, damage, stopped, whole):
         path = stopped / LATEST
         content = bytearray(path.read_bytes())
         if damage == "gone":
@@ -140,16 +140,16 @@ class TestFiles:
             else:
                 content = content.replace(b"optimiser", b"optimisfr", 1)
             path.write_bytes(content)
-        assert go_on(Run(plan_of(), stopped)) == 2
+        assert go_on(Run(make_plan(), stopped)) == 2
         assert_same(whole("ratp")[0], stopped)
 
-    def test_with_both_damaged_the_stage_begins_anew(self, stopped, whole):
+    def test_stage_restarts_when_both_are_damaged(self, stopped, whole):
         for name in (LATEST, BEFORE):
             (stopped / name).write_bytes(b"nothing")
-        assert go_on(Run(plan_of(), stopped)) == 0
+        assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
-    def test_one_that_does_not_fit_is_left_and_nothing_of_it_stays(self, stopped, whole):
+    def test_mismatched_checkpoint_is_ignored_completely(self, stopped, whole):
         """Its hash is right, so it was written by somebody who can compute one."""
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
@@ -159,22 +159,22 @@ class TestFiles:
             if name == LATEST:
                 copy = shutil.copytree(stopped, stopped.parent / "copy")
         with pytest.warns(CheckpointWarning, match=r"stage 1 \(mud\) starts again: its checkpoint .*nonsense"):
-            assert go_on(Run(plan_of(), stopped)) == 0
-        assert go_on(Run(plan_of(), copy)) == 2
+            assert go_on(Run(make_plan(), stopped)) == 0
+        assert go_on(Run(make_plan(), copy)) == 2
         for folder in (stopped, copy):
             assert_same(whole("ratp")[0], folder)
 
-    def test_one_of_an_earlier_version_is_not_restored(self, stopped, whole):
+    def test_checkpoint_of_earlier_version_is_not_restored(self, stopped, whole):
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
             write_tensors(stopped / name, tensors, about | {"schema": 2})
         with pytest.warns(CheckpointWarning) as caught:
-            assert go_on(Run(plan_of(), stopped)) == 0
+            assert go_on(Run(make_plan(), stopped)) == 0
         (text,) = {str(warning.message) for warning in caught if warning.category is CheckpointWarning}
         assert text == "stage 1 (mud) starts again: its checkpoint does not fit (an earlier version of ratp wrote it)"
         assert_same(whole("ratp")[0], stopped)
 
-    def test_those_of_a_gpu_are_skipped_on_a_machine_without_one(self, stopped, whole, monkeypatch):
+    def test_gpu_checkpoint_is_skipped_without_gpu(self, stopped, whole, monkeypatch):
         """A PyTorch without CUDA raises an error of its own wherever it is asked about GPUs."""
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
@@ -184,42 +184,42 @@ class TestFiles:
             write_tensors(stopped / name, tensors, about)
         monkeypatch.setattr(torch.cuda, "current_device", Mock(side_effect=AssertionError("not compiled with CUDA")))
         with pytest.warns(CheckpointWarning, match=r"stage 1 \(mud\) starts again"):
-            assert go_on(Run(plan_of(), stopped)) == 0
+            assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
     @pytest.mark.parametrize("what", ["fingerprint", "stage"])
-    def test_another_run_s_or_stage_s_counts_for_nothing(self, what, stopped, whole):
+    def test_checkpoint_of_other_run_or_stage_is_ignored(self, what, stopped, whole):
         for name in (LATEST, BEFORE):
             tensors, about = read_tensors(stopped / name)
             about[what] = "x" if what == "fingerprint" else about[what] + 1
             write_tensors(stopped / name, tensors, about)
-        assert go_on(Run(plan_of(), stopped)) == 0
+        assert go_on(Run(make_plan(), stopped)) == 0
         assert_same(whole("ratp")[0], stopped)
 
-    def test_killed_between_the_renaming_and_the_writing(self, stopped, whole):
+    def test_killed_between_rename_and_write(self, stopped, whole):
         (stopped / LATEST).replace(stopped / BEFORE)
-        assert go_on(Run(plan_of(), stopped)) > 0
+        assert go_on(Run(make_plan(), stopped)) > 0
         assert_same(whole("ratp")[0], stopped)
 
 
 class TestWhen:
-    def test_by_the_clock(self, tmp_path, monkeypatch):
+    def test_saved_by_elapsed_time(self, tmp_path, monkeypatch):
         now, saved = [0.0], []
         monkeypatch.setattr(midstage.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(midstage.Checkpoints, "save", _counted(midstage.Checkpoints.save, saved))
-        for event in Run(plan_of(epochs=1, steps=10), tmp_path, save_every=25.0).events():
+        for event in Run(make_plan(epochs=1, steps=10), tmp_path, save_every=25.0).events():
             if isinstance(event, Trained):
                 now[0] += 10.0
         assert saved == [(stage, done) for stage in range(3) for done in (3, 6, 9)]
 
-    def test_not_at_all_if_nobody_wants_them(self, tmp_path, whole):
-        cut(Run(plan_of(), tmp_path / "run", save_every=None), 8)
+    def test_never_saved_when_disabled(self, tmp_path, whole):
+        cut(Run(make_plan(), tmp_path / "run", save_every=None), 8)
         assert not list((tmp_path / "run").glob("checkpoint*"))
-        assert go_on(Run(plan_of(), tmp_path / "run")) == 0
+        assert go_on(Run(make_plan(), tmp_path / "run")) == 0
         assert_same(whole("ratp")[0], tmp_path / "run")
 
-    def test_a_disk_that_is_full_does_not_spoil_the_one_before(self, tmp_path, monkeypatch, whole):
-        cut(Run(plan_of(), tmp_path / "run"), 8)
+    def test_full_disk_keeps_previous_checkpoint(self, tmp_path, monkeypatch, whole):
+        cut(Run(make_plan(), tmp_path / "run"), 8)
 
         def full(*args):
             raise OSError(28, "No space left on device")
@@ -227,8 +227,8 @@ class TestWhen:
         with monkeypatch.context() as patch:
             patch.setattr(midstage, "write_tensors", full)
             with pytest.raises(OSError, match="No space"):
-                cut(Run(plan_of(), tmp_path / "run"), 2)
-        assert go_on(Run(plan_of(), tmp_path / "run")) == 2
+                cut(Run(make_plan(), tmp_path / "run"), 2)
+        assert go_on(Run(make_plan(), tmp_path / "run")) == 2
         assert_same(whole("ratp")[0], tmp_path / "run")
 
 

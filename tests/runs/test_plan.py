@@ -38,7 +38,7 @@ def mistakes(**request):
 
 
 class TestResolving:
-    def test_nothing_asked_for_is_the_demo(self):
+    def test_empty_request_is_the_demo(self):
         plan = resolve(RunRequest())
         assert (plan.spec.name, plan.method.name, plan.seed, plan.preset) == ("demo", "ratp", 2022, "official")
         assert plan.order == ("scan", "photo", "font", "street")
@@ -46,13 +46,13 @@ class TestResolving:
         assert plan.config == METHODS["ratp"].config_type()
         assert plan.changed == {}
 
-    def test_what_is_changed_is_changed_and_told(self):
+    def test_changes_are_applied_and_recorded(self):
         plan = resolve(RunRequest(changes={"epochs": "3", "pca.scale": "8", "lr": 0.05, "randmix.tanh": "off"}))
         assert (plan.recipe.epochs, plan.config.pca.scale, plan.config.randmix.tanh) == (3, 8.0, False)
         # 0.05 is what the stream has anyway
         assert plan.changed == {"epochs": 3, "pca.scale": 8.0, "randmix.tanh": False}
 
-    def test_a_preset_is_where_changes_start_from(self):
+    def test_changes_apply_on_top_of_preset(self):
         plan = resolve(RunRequest(preset="paper", changes={"sgd.momentum": 0.5}))
         assert plan.changed == {"sgd.momentum": 0.5}
         assert plan.config.pca.similarity == "dot"
@@ -62,7 +62,7 @@ class TestResolving:
         assert resolve(RunRequest(seed=seed)).seed == value
 
     @pytest.mark.parametrize("seed", ["", "x", "1.5", "-1", -1, 2**63, "1e3", True, 2.5])
-    def test_what_is_no_seed(self, seed):
+    def test_invalid_seeds(self, seed):
         (problem,) = mistakes(seed=seed)
         assert "seed must" in problem
         assert repr(seed) in problem
@@ -75,7 +75,7 @@ class TestResolving:
         assert resolve(RunRequest(order=["default"])).order == resolve(RunRequest()).order
 
     @pytest.mark.parametrize("name", [item.name for item in fields(RunRequest)])
-    def test_none_is_the_default(self, name):
+    def test_none_means_default(self, name):
         assert RunRequest(**{name: None}) == RunRequest()
         assert resolve(RunRequest(**{name: None})).digest() == resolve(RunRequest()).digest()
 
@@ -96,7 +96,7 @@ class TestResolving:
         assert not torch.equal(first.source.images, second.source.images)
         assert not torch.equal(first.targets[0].images, second.targets[0].images)
 
-    def test_a_plan_builds_its_method_without_touching_torchs_chance(self):
+    def test_building_a_method_keeps_the_torch_rng(self):
         torch.manual_seed(3)
         before = torch.random.get_rng_state()
         plan = toy_plan()
@@ -105,27 +105,27 @@ class TestResolving:
 
 
 class TestMistakes:
-    def test_all_are_told_at_once(self):
-        """Nothing here keeps another mistake from being seen: whatever can be checked is."""
+    def test_all_mistakes_are_reported(self):
+        """No mistake hides another: everything that can be checked is."""
         wrong = {"stream": "dmo", "method": "rapt", "preset": "papr", "seed": "x", "device": "gpu"}
         problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
-        for told in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):
-            assert told in problems
+        for expected in ("'dmo'", "'rapt'", "'papr'", "'x'", "'gpu'", "'pca.scal'", "'many'"):
+            assert expected in problems
 
-    def test_all_of_a_known_method_on_a_known_stream_are_told(self):
+    def test_all_switch_mistakes_are_reported(self):
         changes = {"pca.scal": 1, "epochs": 0, "pca.form": "exact", "r_con": "high"}
         problems = mistakes(order="scan>scan", seed=-3, device="tpu", changes=changes)
         assert len(problems) == 7
         assert all(problem.endswith(".") for problem in problems)
 
     @pytest.mark.parametrize("wrong", [{"stream": "dmo"}, {"preset": "papr"}, {"method": "rapt"}])
-    def test_a_bad_switch_is_told_beside_another_mistake(self, wrong):
+    def test_bad_switch_is_reported_beside_other_mistakes(self, wrong):
         problems = "\n".join(mistakes(**wrong, changes={"pca.scal": 1, "epochs": "many"}))
         assert "'pca.scal'" in problems
         assert "'many'" in problems
 
     @pytest.mark.parametrize(
-        ("request_", "told"),
+        ("request_", "expected"),
         [
             ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
             ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", ", source-only", ".py file"]),
@@ -149,12 +149,12 @@ class TestMistakes:
             ({"device": "mps"}, ["unknown device 'mps'", "Valid: auto, cpu, cuda"]),
         ],
     )  # fmt: skip
-    def test_each_is_told_with_what_is_valid(self, request_, told):
+    def test_each_mistake_lists_valid_values(self, request_, expected):
         (problem,) = mistakes(**request_)
-        assert all(words in problem for words in told), problem
+        assert all(words in problem for words in expected), problem
 
     @pytest.mark.parametrize(
-        ("request_", "told"),
+        ("request_", "expected"),
         [
             ({"stream": 5}, "stream must be a text, e.g. 'demo'; got 5."),
             ({"method": METHODS["tent"]}, "method must be a name or the path of a .py file"),
@@ -177,11 +177,11 @@ class TestMistakes:
             ({"order": ["scan", "phto"], "subset": True}, "Did you mean 'photo'?"),
         ],
     )
-    def test_what_is_of_a_wrong_kind_is_told_in_a_sentence(self, request_, told):
+    def test_wrong_type_is_reported(self, request_, expected):
         (problem,) = mistakes(**request_)
-        assert told in problem
+        assert expected in problem
 
-    def test_a_gpu_that_is_not_here(self, monkeypatch):
+    def test_missing_gpu(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         assert find_device("cuda") == torch.device("cuda")
         with pytest.raises(ConfigError, match=r"'cuda:1' is not available: 1 CUDA device.*cpu or auto"):
@@ -190,21 +190,21 @@ class TestMistakes:
 
 class TestNames:
     @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
-    def test_recipe_and_switches_share_none(self, method):
+    def test_recipe_and_switch_names_are_disjoint(self, method):
         """Or ``--set`` could not tell which is meant."""
         assert not as_dict(Recipe()).keys() & as_dict(method.config_type()).keys()
 
     @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
-    def test_every_switch_is_explained(self, method):
+    def test_every_switch_has_an_explanation(self, method):
         for switch in [*switches(Recipe()), *switches(method.config_type())]:
             assert switch.explanation, switch.name
 
     @pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
-    def test_no_share_and_no_probability_is_above_one_or_below_zero(self, method):
+    def test_shares_and_probabilities_are_bounded(self, method):
         for config in (Recipe(), method.config_type()):
             for switch in switches(config):
-                told = re.match(r"(τ, )?(mean )?(share|probability|confidence) ", switch.explanation)
-                for value in (-0.1, 1.1) if told else ():
+                bounded = re.match(r"(τ, )?(mean )?(share|probability|confidence) ", switch.explanation)
+                for value in (-0.1, 1.1) if bounded else ():
                     with pytest.raises(ConfigError, match=f"{switch.name} must be .*, got {value}"):
                         override(config, {switch.name: value})
 
@@ -240,7 +240,7 @@ class TestFingerprint:
         return plan.to_json(stream)["fingerprint"]
 
     @pytest.mark.parametrize("method", sorted(METHODS))
-    def test_every_value_is_in_it(self, method, stream):
+    def test_fingerprint_covers_every_value(self, method, stream):
         plan = resolve(RunRequest(method=method, device="cpu"))
         seen = {self.fingerprint(plan, stream)}
         values = {s.name: s for part in (plan.recipe, plan.config) for s in switches(part)}
@@ -268,7 +268,7 @@ class TestFingerprint:
         skipped = sum(s.kind.startswith("one of ") and "," not in s.kind for s in values.values())
         assert len(seen) == 1 + len(values) - skipped
 
-    def test_seed_order_method_and_images_are_in_it(self, stream):
+    def test_fingerprint_covers_seed_order_method_and_images(self, stream):
         plan = toy_plan()
         spec = toy_spec(toy_domains())
         others = [
@@ -281,7 +281,7 @@ class TestFingerprint:
         prints.add(self.fingerprint(plan, make_stream("toy", toy_domains(ink=40, mud=32, fog=35), 2022)))
         assert len(prints) == 6
 
-    def test_device_and_spelling_are_not(self, stream):
+    def test_fingerprint_ignores_device_and_spelling(self, stream):
         plan = toy_plan(changes=TINY)
         assert self.fingerprint(replace(plan, device=torch.device("cuda")), stream) == self.fingerprint(plan, stream)
         assert self.fingerprint(toy_plan(changes={**TINY, "lr": "5e-2"}), stream) == self.fingerprint(plan, stream)
@@ -291,7 +291,7 @@ class TestFingerprint:
         named = resolve(RunRequest(preset="paper", device="cpu"))
         assert spelled.digest() == named.digest()
 
-    def test_measuring_is_not(self, tmp_path):
+    def test_fingerprint_ignores_measuring(self, tmp_path):
         assert Run(toy_plan(), tmp_path, probe=True).config == Run(toy_plan(), tmp_path, probe=False).config
 
     def test_the_config_is_plain_json(self, stream):
@@ -306,7 +306,7 @@ class TestBackbone:
         named = {name.replace("__", "."): value for name, value in changes.items()}
         return resolve(RunRequest(stream, changes=named, weights="none")).recipe
 
-    def test_it_brings_its_sizes_and_scaling(self):
+    def test_backbone_sets_sizes_and_scaling(self):
         recipe = self.recipe(network__backbone="resnet18")
         assert (recipe.size, recipe.network.width, recipe.network.hidden, recipe.network.dim) == (224, 1, 512, 256)
         assert recipe.mean == pytest.approx((0.485, 0.456, 0.406))
@@ -315,32 +315,32 @@ class TestBackbone:
         assert (back.size, back.network.hidden, back.network.dim) == (32, 256, 128)
         assert back.mean == back.std == (0.5, 0.5, 0.5)
 
-    def test_the_rest_stays_the_streams(self):
+    def test_other_values_stay_those_of_the_stream(self):
         plain, other = find_stream("pacs").recipe, self.recipe("pacs", network__backbone="resnet18")
         assert other == replace(plain, network=replace(plain.network, backbone="resnet18"))
 
-    def test_what_is_asked_for_beside_it_counts(self):
+    def test_explicit_values_override_the_backbones(self):
         recipe = self.recipe(network__backbone="resnet18", size="96", network__dim=9, mean="0,0,0")
         assert (recipe.size, recipe.network.dim, recipe.network.hidden, recipe.mean) == (96, 9, 512, (0, 0, 0))
 
-    def test_the_streams_own_changes_nothing(self):
+    def test_default_backbone_changes_nothing(self):
         assert self.recipe(network__backbone="dtn") == find_stream("demo").recipe
 
-    def test_it_is_told_as_a_change_and_what_follows_from_it_is_not(self):
+    def test_only_the_backbone_is_recorded_as_changed(self):
         """Or a report could not tell its runs from others, nor would they go to a folder of their own."""
         request = RunRequest("pacs", changes={"network.backbone": "resnet18"}, weights="none")
         assert resolve(request).changed == {"network.backbone": "resnet18"}
         request = RunRequest("pacs", changes={"network.backbone": "resnet50"}, weights="none")
         assert resolve(request).changed == {}
 
-    def test_an_unknown_one_is_told_with_all_other_mistakes(self):
+    def test_unknown_backbone_is_reported_with_other_mistakes(self):
         changes = {"network.backbone": "resnet81", "epochs": "many", "pca.scal": 1}
         problems = mistakes(changes=changes, seed="x")
         assert len(problems) == 4
         assert any("unknown backbone 'resnet81'. Did you mean 'resnet18'?" in problem for problem in problems)
 
     @pytest.mark.parametrize("name", ["", "ResNet50", 18, None])
-    def test_what_is_none(self, name):
+    def test_invalid_backbone(self, name):
         problems = mistakes(changes={"network.backbone": name}, weights="none")
         assert len(problems) == 1, problems
 
@@ -360,7 +360,7 @@ class TestWeights:
         plan = resolve(RunRequest(changes=TINY, weights=str(weights), device="cpu"))
         return plan.to_json(make_stream("toy", toy_domains(), 2022))
 
-    def test_their_hash_is_kept_and_counts(self, file):
+    def test_weights_hash_is_recorded_and_fingerprinted(self, file):
         path = file("mine.safetensors")
         config = self.config(path)
         assert config["weights"] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -370,11 +370,11 @@ class TestWeights:
         others = {c["fingerprint"] for c in (config, without, self.config(file("other.safetensors", seed=1)))}
         assert len(others) == 3
 
-    def test_their_name_and_place_do_not(self, file):
+    def test_weights_name_and_path_are_not_fingerprinted(self, file):
         first = self.config(file("mine.safetensors"))
         assert self.config(file("renamed.safetensors"))["fingerprint"] == first["fingerprint"]
 
-    def test_a_folder_is_named_by_what_they_are(self, file, monkeypatch):
+    def test_default_folder_names_the_weights(self, file, monkeypatch):
         path = file("mine.safetensors")
         monkeypatch.chdir(path.parent)
         spellings = (str(path), "mine.safetensors", str(file("renamed.safetensors")))
@@ -383,22 +383,22 @@ class TestWeights:
         file("mine.safetensors", seed=1)
         assert resolve(RunRequest(changes=TINY, weights="mine.safetensors", device="cpu")).digest() not in digests
 
-    def test_they_are_what_the_method_starts_from(self, file):
+    def test_method_starts_from_the_weights(self, file):
         path = file("mine.safetensors")
         plan = resolve(RunRequest(changes=TINY, weights=str(path), device="cpu"))
         method = plan.build_method(make_stream("toy", toy_domains(), 2022))
         for name, tensor in load_file(path).items():
             assert torch.equal(method.state()[f"network.backbone.{name}"], tensor)
 
-    def test_digits_start_from_random_numbers_unless_told(self):
+    def test_digits_start_from_random_weights_by_default(self):
         assert resolve(RunRequest()).weights is None
 
     @pytest.mark.parametrize(
-        ("weights", "told"), [("imagnet", "Did you mean 'imagenet'?"), ("no.safetensors", "does not exist")]
+        ("weights", "expected"), [("imagnet", "Did you mean 'imagenet'?"), ("no.safetensors", "does not exist")]
     )
-    def test_mistakes(self, weights, told):
+    def test_mistakes(self, weights, expected):
         (problem,) = mistakes(weights=weights)
-        assert told in problem
+        assert expected in problem
 
 
 class TestImagesInMemory:
@@ -406,7 +406,7 @@ class TestImagesInMemory:
         request = RunRequest(stream="digits", method="source-only", device="cpu", changes={**TINY, **changes})
         return resolve(request).on("mine", domains)
 
-    def test_the_guide_does_what_it_says(self, tmp_path, monkeypatch):
+    def test_guide_example_works(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         guide = Path(__file__).parents[2] / "docs" / "your-own-images.md"
         snippets = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
@@ -419,15 +419,15 @@ class TestImagesInMemory:
         assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
 
     @pytest.mark.parametrize(
-        ("asked", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
+        ("options", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
     )
-    def test_they_are_guarded_as_folders_are(self, asked, mode):
-        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **asked))
-        assert plan.guard == asked.get("guard", "record")  # the benchmark's own images
+    def test_images_in_memory_are_guarded_like_folders(self, options, mode):
+        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **options))
+        assert plan.guard == options.get("guard", "record")  # the benchmark's own images
         assert plan.on("mine", toy_domains()).guard == mode
         assert plan.on("mine", toy_domains()).on("mine", toy_domains()).guard == mode
 
-    def test_they_can_be_driven_by_hand(self):
+    def test_images_in_memory_can_be_driven_by_hand(self):
         plan = self.planned(toy_domains())
         stream = plan.load_stream()
         method = plan.build_method(stream)
@@ -436,7 +436,7 @@ class TestImagesInMemory:
             method.adapt(target)
         assert all_finite(method.state())
 
-    def test_they_are_what_is_trained_on(self, tmp_path):
+    def test_images_in_memory_are_trained_on(self, tmp_path):
         domains = toy_domains()
         plan = self.planned(domains)
         record = Run(plan, tmp_path / "run").execute()
@@ -540,12 +540,12 @@ class TestMethodFile:
 
         return write
 
-    def refusal(self, path):
+    def error_of(self, path):
         (problem,) = mistakes(method=path)
         assert path in problem
         return problem
 
-    def test_it_runs_like_any_other(self, file, tmp_path):
+    def test_method_file_runs_like_any_method(self, file, tmp_path):
         plan = toy_plan(file(TEXT), changes={"pull": "0.25", "which": "2,3"})
         assert issubclass(plan.method, Method)
         assert plan.changed["pull"] == 0.25
@@ -556,12 +556,12 @@ class TestMethodFile:
         assert record.config["switches"] == {"pull": 0.25, "which": [2, 3]}
         assert all_finite(run.method.state())
 
-    def test_its_mistakes_are_told_like_any_other(self, file):
+    def test_method_file_mistakes_are_reported(self, file):
         problems = mistakes(method=file(TEXT), changes={"pul": 1, "pull": -1, "which": "a"})
         assert len(problems) == 3
         assert "Did you mean 'pull'?" in problems[0]
 
-    def test_it_may_build_on_another(self, file):
+    def test_method_file_can_extend_a_method(self, file):
         path = file(
             """
             from ratp.methods.source_only import SourceOnly
@@ -572,7 +572,7 @@ class TestMethodFile:
         )
         assert resolve(RunRequest(method=path)).method.name == "mine"
 
-    def test_edited_it_is_another_run(self, file, tmp_path):
+    def test_edited_method_file_is_another_run(self, file, tmp_path):
         Run(toy_plan(file(TEXT)), tmp_path / "run").execute()
         digest = toy_plan(file(TEXT)).digest()
         edited = TEXT.replace(".mul_(", ".div_(1e-9 + ")
@@ -580,7 +580,7 @@ class TestMethodFile:
         with pytest.raises(Exception, match="has been edited since"):
             Run(toy_plan(file(edited)), tmp_path / "run").execute()
 
-    def test_mended_before_it_learnt_anything_it_begins_anew(self, file, tmp_path):
+    def test_method_fixed_before_training_restarts_the_run(self, file, tmp_path):
         """As long as nothing else is another."""
         broken = Run(toy_plan(file(TEXT.replace("return {", "return nonsense or {"))), tmp_path / "run")
         with pytest.raises(NameError):
@@ -591,7 +591,7 @@ class TestMethodFile:
         assert record.matrix.complete
         assert [event["event"] for event in record.journal].count("run_started") == 1
 
-    def test_mended_later_it_does_not(self, file, tmp_path):
+    def test_method_fixed_later_is_another_run(self, file, tmp_path):
         events = Run(toy_plan(file(TEXT)), tmp_path / "run").events()
         while not isinstance(next(events), Trained):
             pass
@@ -599,7 +599,7 @@ class TestMethodFile:
         with pytest.raises(RunDirectoryError, match="has been edited since"):
             Run(toy_plan(file(TEXT.replace(".mul_(", ".div_(1e-9 + "))), tmp_path / "run").execute()
 
-    def test_two_files_of_one_name_are_two_methods(self, file, tmp_path):
+    def test_files_with_equal_names_are_distinct_methods(self, file, tmp_path):
         """The second does not stand for the first because it was read later."""
         (tmp_path / "other").mkdir()
         first = toy_plan(file(TEXT))
@@ -607,13 +607,13 @@ class TestMethodFile:
         second = toy_plan(file(TEXT.replace(".mul_(", ".add_("), "other/centre.py"))
         assert first.digest() == alone != second.digest()
 
-    def test_it_must_exist(self, tmp_path):
-        assert "does not exist" in self.refusal(str(tmp_path / "nowhere.py"))
+    def test_method_file_must_exist(self, tmp_path):
+        assert "does not exist" in self.error_of(str(tmp_path / "nowhere.py"))
         (tmp_path / "folder.py").mkdir()
-        assert "does not exist" in self.refusal(str(tmp_path / "folder.py"))
+        assert "does not exist" in self.error_of(str(tmp_path / "folder.py"))
 
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ("class Mine(Method:\n    pass\n", "SyntaxError"),
             ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
@@ -622,46 +622,47 @@ class TestMethodFile:
             ("\0", "cannot be loaded"),
         ],
     )
-    def test_it_must_load(self, file, text, told):
-        problem = self.refusal(file(text))
-        assert told in problem
+    def test_method_file_must_load(self, file, text, expected):
+        problem = self.error_of(file(text))
+        assert expected in problem
         assert "cannot be loaded" in problem
 
-    def test_it_must_define_a_method(self, file):
-        assert "exactly one Method, found none" in self.refusal(file("from ratp.methods.ratp import RaTP\n"))
+    def test_method_file_must_define_a_method(self, file):
+        assert "exactly one Method, found none" in self.error_of(file("from ratp.methods.ratp import RaTP\n"))
 
-    def test_it_must_define_one_method_only(self, file):
-        problem = self.refusal(file(TEXT + "\n\nclass Twin(Centre):\n    name = 'twin'\n"))
+    def test_method_file_must_define_one_method(self, file):
+        problem = self.error_of(file(TEXT + "\n\nclass Twin(Centre):\n    name = 'twin'\n"))
         assert "exactly one Method, found Centre, Twin" in problem
 
-    def test_everything_abstract_must_be_there(self, file):
+    def test_abstract_methods_must_be_implemented(self, file):
         lacking = TEXT.replace("def predict(", "def guess(").replace("def load_state(", "def restore(")
-        assert "Centre" in self.refusal(file(lacking))
-        assert "lacks load_state, predict" in self.refusal(file(lacking))
+        assert "Centre" in self.error_of(file(lacking))
+        assert "lacks load_state, predict" in self.error_of(file(lacking))
 
-    def test_its_description_must_be_there(self, file):
+    def test_description_is_required(self, file):
         lacking = TEXT.replace('    title = "Prototypes in the middle"\n', "").replace(
             "    config_type = CentreConfig\n", ""
         )
-        assert "lacks title, config_type" in self.refusal(file(lacking))
+        assert "lacks title, config_type" in self.error_of(file(lacking))
 
     @pytest.mark.parametrize(
-        ("name", "told"), [("ratp", "has the name of a built-in one, 'ratp'"), ("", "needs a name"), (" ", "needs a")]
+        ("name", "expected"),
+        [("ratp", "has the name of a built-in one, 'ratp'"), ("", "needs a name"), (" ", "needs a")],
     )
-    def test_its_name_must_be_its_own(self, file, name, told):
-        assert told in self.refusal(file(TEXT.replace('name = "centre"', f'name = "{name}"')))
+    def test_name_must_be_unique(self, file, name, expected):
+        assert expected in self.error_of(file(TEXT.replace('name = "centre"', f'name = "{name}"')))
 
-    def test_its_switches_must_not_be_the_recipes(self, file):
+    def test_switches_must_not_clash_with_the_recipe(self, file):
         """``--set lr=1`` would set both."""
         (problem,) = mistakes(method=file(TEXT.replace("pull: float", "lr: float")))
         assert "switches lr" in problem
         assert "recipe" in problem
 
-    def test_its_config_must_be_a_dataclass(self, file):
-        assert "config_type" in self.refusal(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))
+    def test_config_must_be_a_dataclass(self, file):
+        assert "config_type" in self.error_of(file(TEXT.replace("config_type = CentreConfig", "config_type = dict")))
 
 
-def test_a_request_and_its_plan_cannot_be_changed():
+def test_request_and_plan_are_immutable():
     for item in (RunRequest(), resolve(RunRequest())):
         for entry in fields(item):
             with pytest.raises(AttributeError):

@@ -60,7 +60,7 @@ def rewrite(path, **changes):
 
 
 class TestRunDirectory:
-    def test_it_is_read_whole(self, run_folder):
+    def test_complete_run_is_read(self, run_folder):
         run = read_run(str(run_folder))
         assert (run.path, run.method, run.seed) == (run_folder, "ratp", 2022)
         assert (run.config, run.environment, run.matrix) == (CONFIG, ENVIRONMENT, MATRIX)
@@ -69,7 +69,7 @@ class TestRunDirectory:
         assert [event["stage"] for event in run.events("stage_finished")] == [0, 1]
         assert run.events("nothing") == []
 
-    def test_a_run_under_way_is_read_as_far_as_it_has_come(self, run_folder):
+    def test_unfinished_run_is_read_up_to_now(self, run_folder):
         write_json(run_folder / "matrix.json", Matrix(("MT", "MM"), ((99.0, 60.0),)).to_json())
         (run_folder / "journal.jsonl").write_text(LINES[0] + "\n")
         run = read_run(run_folder)
@@ -89,16 +89,16 @@ class TestRunDirectory:
         with pytest.raises(RunDirectoryError, match=rf"{name}.*damaged"):
             read_run(run_folder)
 
-    def test_what_does_not_exist_is_said_so(self, tmp_path):
+    def test_missing_folder_is_named(self, tmp_path):
         with pytest.raises(RunDirectoryError, match=r"nowhere does not exist.*ratp run"):
             read_run(tmp_path / "nowhere")
 
-    def test_a_foreign_folder_is_said_so(self, tmp_path):
+    def test_foreign_folder_is_named(self, tmp_path):
         (tmp_path / "holiday.txt").write_text("photos")
         with pytest.raises(RunDirectoryError, match="not a run directory"):
             read_run(tmp_path)
 
-    def test_a_foreign_config_is_said_so(self, run_folder):
+    def test_foreign_config_is_named(self, run_folder):
         write_json(run_folder / "config.json", {"compilerOptions": {"strict": True}})
         with pytest.raises(RunDirectoryError, match="not written by ratp"):
             read_run(run_folder)
@@ -110,7 +110,7 @@ class TestRunDirectory:
             read_run(run_folder)
 
     @pytest.mark.parametrize("missing", ["method", "seed", "order", "stream"])
-    def test_a_config_lacking_something_is_refused(self, run_folder, missing):
+    def test_incomplete_config_is_refused(self, run_folder, missing):
         write_json(run_folder / "config.json", {k: v for k, v in CONFIG.items() if k != missing})
         with pytest.raises(RunDirectoryError):
             read_run(run_folder)
@@ -122,7 +122,7 @@ class TestRunDirectory:
             read_run(run_folder)
 
     @pytest.mark.parametrize("accuracy", [[[1.0]], [[1.0, 200.0]], "rows", None, [[1, 2]] * 3, [[10**400, 1]]])
-    def test_a_matrix_that_is_none_is_damaged(self, run_folder, accuracy):
+    def test_invalid_matrix_is_damaged(self, run_folder, accuracy):
         (run_folder / "matrix.json").write_text(json.dumps({"domains": ["MT", "MM"], "accuracy": accuracy}))
         with pytest.raises(RunDirectoryError, match="damaged"):
             read_run(run_folder)
@@ -158,12 +158,12 @@ class TestLabel:
             ),
         ],
     )
-    def test_it_names_what_is_not_default(self, changes, label):
+    def test_label_names_non_defaults(self, changes, label):
         assert RunRecord(Path("run"), {**CONFIG, **changes}, {}, MATRIX, ()).label == label
 
 
 class TestJournal:
-    def test_a_last_line_cut_short_is_dropped(self, run_folder):
+    def test_truncated_last_line_is_dropped(self, run_folder):
         path = run_folder / "journal.jsonl"
         whole = path.read_bytes()
         complete = len(whole) - len(LINES[-1]) - 1
@@ -171,12 +171,12 @@ class TestJournal:
             path.write_bytes(whole[:length])
             assert read_journal(path) == JOURNAL[:-1]
 
-    def test_a_last_line_without_its_end_of_line_is_kept(self, run_folder):
+    def test_last_line_without_newline_is_kept(self, run_folder):
         path = run_folder / "journal.jsonl"
         path.write_bytes(path.read_bytes()[:-1])
         assert read_journal(path) == JOURNAL
 
-    def test_a_line_cut_within_a_letter_is_dropped(self, run_folder):
+    def test_line_cut_inside_a_character_is_dropped(self, run_folder):
         path = run_folder / "journal.jsonl"
         path.write_bytes(path.read_bytes() + '{"event": "画'.encode()[:-1])
         assert read_journal(path) == JOURNAL
@@ -187,12 +187,12 @@ class TestJournal:
             read_journal(run_folder / "journal.jsonl")
 
     @pytest.mark.parametrize("line", ["5", "null", "[]", '"text"'])
-    def test_a_line_that_is_no_object_is_named(self, run_folder, line):
+    def test_non_object_line_is_named(self, run_folder, line):
         (run_folder / "journal.jsonl").write_text("\n".join([LINES[0], line, *LINES[1:]]))
         with pytest.raises(RunDirectoryError, match=r"journal\.jsonl:2 is damaged"):
             read_journal(run_folder / "journal.jsonl")
 
-    def test_a_line_nested_without_end_is_damaged(self, run_folder):
+    def test_endlessly_nested_line_is_damaged(self, run_folder):
         (run_folder / "journal.jsonl").write_text("\n".join(["[" * 100_000, *LINES]))
         with pytest.raises(RunDirectoryError, match="damaged"):
             read_journal(run_folder / "journal.jsonl")
@@ -204,7 +204,7 @@ class TestJournal:
     @given(text=st.text(min_size=1, max_size=5))
     @example(text="\u2028")
     @example(text="\x85")
-    def test_any_text_may_stand_in_an_event(self, tmp_path_factory, text):
+    def test_events_can_hold_any_text(self, tmp_path_factory, text):
         """Only a line feed ends a line of JSON; class names may hold other separators."""
         path = tmp_path_factory.getbasetemp() / "journal.jsonl"
         event = {"event": "probe", "class": text}
@@ -224,7 +224,7 @@ class TestJournal:
 
 
 class TestResult:
-    def test_it_holds_the_run_without_its_epochs(self, run_folder, result_file):
+    def test_result_holds_the_run_without_epochs(self, run_folder, result_file):
         run, result = read_run(run_folder), read_run(result_file)
         assert (result.config, result.environment, result.matrix) == (run.config, run.environment, run.matrix)
         assert list(result.journal) == [event for event in JOURNAL if event["event"] != "epoch"]
@@ -234,7 +234,7 @@ class TestResult:
         read_run(result_file).export(tmp_path / "again.json")
         assert (tmp_path / "again.json").read_bytes() == result_file.read_bytes()
 
-    def test_samples_are_offered_only_where_they_are(self, run_folder, result_file):
+    def test_samples_are_offered_only_if_present(self, run_folder, result_file):
         assert read_run(result_file).samples is None
         assert read_run(run_folder).samples is None
         (run_folder / "samples.safetensors").write_bytes(b"")
@@ -258,11 +258,11 @@ class TestResult:
         with pytest.raises(RunDirectoryError):
             read_run(result_file)
 
-    def test_a_result_cut_short_is_damaged(self, result_file):
+    def test_truncated_result_is_damaged(self, result_file):
         result_file.write_bytes(result_file.read_bytes()[:-20])
         with pytest.raises(RunDirectoryError, match="damaged"):
             read_run(result_file)
 
-    def test_a_folder_that_cannot_be_written_is_named(self, run_folder):
+    def test_unwritable_folder_is_named(self, run_folder):
         with pytest.raises(RunDirectoryError, match="cannot write"):
             read_run(run_folder).export(run_folder / "missing" / "result.json")

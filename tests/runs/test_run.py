@@ -65,7 +65,7 @@ every_method = pytest.mark.parametrize("method", each_method())
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
-    """A complete, undisturbed run on toy domains, by method, trained when first asked for."""
+    """A complete, undisturbed run on toy domains, by method, trained on first use."""
 
     class Folders(dict):
         def __missing__(self, method):
@@ -137,21 +137,28 @@ def probed(request, tmp_path_factory):
 class TestDirectory:
     """What a run on the embedded stream leaves on disk."""
 
-    def test_it_holds_these_files(self, run):
+    def test_run_folder_contents(self, run):
         files = {"config.json", "environment.json", "journal.jsonl", "matrix.json"}
         files |= {"state.safetensors", "weights.safetensors"}
         assert files_of(run.folder).keys() == files | (
             {"samples.safetensors"} if run.plan.method.name == "ratp" else set()
         )
 
-    def test_the_config_spells_out_every_value(self, run):
+    def test_config_lists_every_value(self, run):
         config = json.loads((run.folder / "config.json").read_text())
         assert config["recipe"] == decisive(run.plan.recipe)
         assert config["switches"] == decisive(run.plan.config)
         assert config["order"] == ["scan", "photo", "font", "street"]
         assert config["changed"] == TINY | QUICK.get(run.plan.method.name, {})
-        told = (config["method"], config["stream"], config["seed"], config["preset"], config["ratp"], config["schema"])
-        assert told == (run.plan.method.name, "demo", 2022, "official", __version__, 1)
+        expected = (
+            config["method"],
+            config["stream"],
+            config["seed"],
+            config["preset"],
+            config["ratp"],
+            config["schema"],
+        )
+        assert expected == (run.plan.method.name, "demo", 2022, "official", __version__, 1)
         assert config["data"] == {domain.name: domain.fingerprint() for domain in domains_of(run.plan)}
         assert len(config["fingerprint"]) == 64
 
@@ -162,7 +169,7 @@ class TestDirectory:
         assert environment["threads"] == torch.get_num_threads()
         assert environment["determinism"] == "bitwise on one machine"
 
-    def test_the_journal_has_a_line_an_epoch_and_a_stage(self, run):
+    def test_journal_has_a_line_per_epoch_and_stage(self, run):
         domains = ["scan", "photo", "font", "street"]
         kinds = [e["event"] for e in journal_of(run.folder)]
         assert kinds[0] == "run_started"
@@ -178,7 +185,7 @@ class TestDirectory:
         assert first["statistics"]["lr"] == run.plan.recipe.lr
         assert all(e["seconds"] >= 0 for e in journal_of(run.folder) if "seconds" in e)
 
-    def test_the_matrix_has_a_row_a_stage_and_the_metrics(self, run):
+    def test_matrix_has_a_row_per_stage_and_the_metrics(self, run):
         matrix = json.loads((run.folder / "matrix.json").read_text())
         assert matrix["domains"] == ["scan", "photo", "font", "street"]
         assert [len(row) for row in matrix["accuracy"]] == [4] * 4
@@ -203,7 +210,7 @@ class TestDirectory:
             predicted = logits_of(network, test.images, run).argmax(dim=1)
             assert 100 * float((predicted == test.labels).double().mean()) == pytest.approx(expected, abs=1e-9)
 
-    def test_samples_are_images_and_what_was_made_of_them(self, run):
+    def test_samples_hold_images_and_their_copies(self, run):
         if run.plan.method.name != "ratp":
             pytest.skip("only methods that augment keep samples")
         samples = tensors_of(run.folder, "samples")
@@ -212,7 +219,7 @@ class TestDirectory:
         assert len(samples) == 3
         assert all(t.shape == (10, 3, 32, 32) and t.dtype == torch.uint8 for t in samples.values())
 
-    def test_it_is_read_back_as_it_was(self, run):
+    def test_round_trip(self, run):
         record = read_run(run.folder)
         assert record == run.record()
         assert record.matrix == run.matrix
@@ -238,11 +245,11 @@ class TestMeasuring:
         assert accuracy_of(run.folder) == [again] * STAGES
 
     @pytest.mark.parametrize("method", ["adabn", "t3a"])
-    def test_methods_that_learn_from_targets_are_not(self, method, tmp_path, monkeypatch):
+    def test_methods_that_learn_from_targets_are_measured_every_stage(self, method, tmp_path, monkeypatch):
         _, seen = self.measured(toy_plan(method), tmp_path / "run", monkeypatch)
         assert seen == [*DOMAINS] * STAGES
 
-    def test_what_is_made_of_source_only_does_not_inherit_it(self, tmp_path, monkeypatch):
+    def test_subclass_of_source_only_is_measured_every_stage(self, tmp_path, monkeypatch):
         plan = toy_plan("source-only")
         mine = replace(plan, method=type("Mine", (plan.method,), {"name": "mine"}))
         _, seen = self.measured(mine, tmp_path / "run", monkeypatch)
@@ -271,11 +278,11 @@ class TestSeeds:
 
 
 class TestProbe:
-    def test_it_changes_no_bit(self, probed, untouched):
+    def test_probing_changes_no_bit(self, probed, untouched):
         run, _ = probed
         assert_same_result(run.folder, untouched[run.plan.method.name])
 
-    def test_it_measures_before_during_and_after_a_stage(self, probed):
+    def test_probes_before_during_and_after_a_stage(self, probed):
         run, _ = probed
         for stage, name in enumerate(DOMAINS):
             progress = [e["progress"] for e in journal_of(run.folder, "probe") if e["stage"] == stage]
@@ -283,7 +290,7 @@ class TestProbe:
             assert progress == [epoch / epochs for epoch in range(epochs + 1)]
             assert {e["domain"] for e in journal_of(run.folder, "probe") if e["stage"] == stage} == {name}
 
-    def test_its_curve_starts_and_ends_at_the_matrix(self, probed):
+    def test_probe_curve_starts_and_ends_at_the_matrix(self, probed):
         run, _ = probed
         accuracy = accuracy_of(run.folder)
         for stage, name in enumerate(DOMAINS):
@@ -292,12 +299,12 @@ class TestProbe:
             if stage:
                 assert curve[0] == accuracy[stage - 1][stage]
 
-    def test_it_is_handed_out_as_it_is_written(self, probed):
+    def test_probe_events_equal_written_ones(self, probed):
         run, events = probed
         written = [(e["stage"], e["progress"], e["accuracy"]) for e in journal_of(run.folder, "probe")]
         assert [(e.stage, e.progress, e.accuracy) for e in events if isinstance(e, Probed)] == written
 
-    def test_it_is_in_the_journal_once_after_a_resume(self, probed, tmp_path):
+    def test_probe_is_journalled_once_after_resume(self, probed, tmp_path):
         run, events = probed
         stop_after(Run(run.plan, tmp_path / "run", probe=True), len(events) - 2)
         Run(run.plan, tmp_path / "run", probe=True).execute()
@@ -307,7 +314,7 @@ class TestProbe:
 
 
 class TestEvents:
-    def test_they_tell_the_whole_story(self, tmp_path):
+    def test_events_are_complete(self, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = list(run.events())
         assert len(events) == EVENTS
@@ -338,7 +345,7 @@ class TestEvents:
 
 
 class TestInterrupted:
-    """Whatever stops a run, the same plan on the same folder ends where an undisturbed run ends."""
+    """However a run stops, the same plan on the same folder ends like an undisturbed run."""
 
     @pytest.mark.parametrize("count", range(EVENTS + 1))
     def test_stopped_after_any_event(self, untouched, count, tmp_path):
@@ -348,7 +355,7 @@ class TestInterrupted:
 
         continued = list(Run(toy_plan(), folder).events())
         assert {e.stage for e in continued if isinstance(e, StageStarted)} == set(range(finished, STAGES))
-        assert sum(isinstance(e, Trained) for e in [*taken, *continued]) == STAGES * STEPS  # no step is made twice
+        assert sum(isinstance(e, Trained) for e in [*taken, *continued]) == STAGES * STEPS  # no step runs twice
         assert_same_result(folder, untouched["ratp"])
         assert_whole_journal(folder)
 
@@ -359,7 +366,7 @@ class TestInterrupted:
         assert_same_result(tmp_path / "run", untouched["source-only"])
         assert_whole_journal(tmp_path / "run", "source-only")
 
-    def test_stopped_again_and_again(self, untouched, tmp_path):
+    def test_stopped_repeatedly(self, untouched, tmp_path):
         folder = tmp_path / "run"
         for count in (3, STEPS + 2, 2, STEPS + 4, 1):
             stop_after(Run(toy_plan(), folder), count)
@@ -393,7 +400,7 @@ class TestInterrupted:
         assert_whole_journal(folder)
 
     @pytest.mark.parametrize("content", [None, "broken\n{}\n", '{"event": "epoch", "stage": "two"}\n{}\n'])
-    def test_a_journal_that_is_lost_begins_anew(self, untouched, content, tmp_path):
+    def test_lost_journal_is_restarted(self, untouched, content, tmp_path):
         folder = tmp_path / "run"
         stop_after(Run(toy_plan(), folder), STEPS + 4)  # in the second stage
         (folder / "journal.jsonl").unlink() if content is None else (folder / "journal.jsonl").write_text(content)
@@ -409,7 +416,7 @@ class TestInterrupted:
         assert list(Run(toy_plan(), tmp_path / "run").events()) == []
         assert_same_result(tmp_path / "run", untouched["ratp"])
 
-    def test_stopped_before_its_end_was_noted(self, untouched, tmp_path):
+    def test_stopped_before_the_end_was_recorded(self, untouched, tmp_path):
         shutil.copytree(untouched["ratp"], tmp_path / "run")
         journal = tmp_path / "run" / "journal.jsonl"
         lines = journal.read_text().splitlines(keepends=True)
@@ -421,7 +428,7 @@ class TestInterrupted:
     @pytest.mark.parametrize("leftover", [False, True], ids=["between files", "within a file"])
     @pytest.mark.parametrize("write", range(5 + 2 * STAGES + 1))
     def test_killed_at_any_write(self, untouched, write, leftover, tmp_path, monkeypatch):
-        """Each file in turn is the one about to be replaced; nothing cleans up after a process that is gone."""
+        """Each file in turn is about to be replaced; nothing cleans up after a killed process."""
         folder = tmp_path / "run"
         real_write, real_temporary, written, temporary = ratp._core.files.write_bytes, tempfile.mkstemp, [], []
 
@@ -455,7 +462,7 @@ class TestInterrupted:
         assert files_of(folder).keys() == files_of(untouched["ratp"]).keys()
 
     @pytest.mark.parametrize("count", [1, 3, STEPS + 1, STEPS + 2, STEPS + 4])
-    def test_the_same_run_object_goes_on_too(self, untouched, count, tmp_path):
+    def test_same_run_object_resumes(self, untouched, count, tmp_path):
         """As in a notebook: interrupted, then executed once more."""
         run = Run(toy_plan(), tmp_path / "run")
         stop_after(run, count)
@@ -492,7 +499,7 @@ class TestInterrupted:
 
 class TestComplete:
     @every_method
-    def test_it_trains_nothing_and_changes_nothing(self, untouched, method, tmp_path):
+    def test_complete_run_trains_and_changes_nothing(self, untouched, method, tmp_path):
         folder = tmp_path / "run"
         shutil.copytree(untouched[method], folder)
         before = files_of(folder)
@@ -501,8 +508,8 @@ class TestComplete:
         assert files_of(folder) == before
         assert run.matrix.complete
 
-    def test_the_files_of_weights_do_not_differ_by_a_byte(self, untouched, tmp_path):
-        """Or nobody could compare two runs by a checksum."""
+    def test_weight_files_are_byte_identical(self, untouched, tmp_path):
+        """So that two runs can be compared by checksum."""
         folder = tmp_path / "run"
         shutil.copytree(untouched["source-only"], folder)
         seen = set()
@@ -512,7 +519,7 @@ class TestComplete:
             seen.add((folder / "weights.safetensors").read_bytes())
         assert len(seen) == 1
 
-    def test_its_method_can_be_used(self, untouched):
+    def test_method_of_complete_run_is_usable(self, untouched):
         run = Run(toy_plan(), untouched["ratp"])
         run.execute()
         assert same_tensors(run.method.state(), tensors_of(untouched["ratp"]))
@@ -531,14 +538,14 @@ class TestFirewall:
         assert same_tensors(tensors_of(tmp_path / "run", "weights"), tensors_of(untouched[method], "weights"))
 
     def test_scrambled_source_labels_do_not(self, untouched, tmp_path):
-        """The control: a stream whose labels nobody reads would pass the test above."""
+        """The control: a stream whose labels are never read would pass the test above."""
         source, *targets = toy_domains()
         scrambled = replace(source, labels=(source.labels + 1) % 4)
         Run(toy_plan("ratp", [scrambled, *targets]), tmp_path / "run").execute()
         assert not same_tensors(tensors_of(tmp_path / "run"), tensors_of(untouched["ratp"]))
 
     @pytest.mark.parametrize(("method", "changes"), [("oracle", {}), ("ratp", {"labelling": "truth"})], ids=str)
-    def test_who_is_told_is_marked_and_depends_on_them(self, method, changes, tmp_path):
+    def test_oracle_is_marked_and_depends_on_target_labels(self, method, changes, tmp_path):
         source, *targets = toy_domains()
         scrambled = [replace(t, labels=(t.labels + 1) % 4) for t in targets]
         for name, domains in (("true", [source, *targets]), ("scrambled", [source, *scrambled])):
@@ -549,13 +556,13 @@ class TestFirewall:
         assert "knows target labels" in record.label
 
     @pytest.mark.parametrize("method", each_method(without=["oracle"]))
-    def test_nobody_else_is_told(self, untouched, method):
+    def test_only_oracles_get_target_labels(self, untouched, method):
         assert read_run(untouched[method]).config["uses_target_labels"] is False
         built, _, targets = toy_method(toy_plan(method))
         with pytest.raises(RatpError, match="must not see the labels of 'mud'"):
             built.labelled_target_phases(targets[0])
 
-    def test_what_is_not_labelled_cannot_be_told(self):
+    def test_unlabelled_targets_have_no_labels_to_give(self):
         source, target, last = toy_domains()
         with pytest.raises(ConfigError, match="oracle needs the labels of all targets; mud has none"):
             Run(toy_plan("oracle", [source, target.unlabelled(), last]), Path("nowhere"))
@@ -585,7 +592,7 @@ class TestFirewall:
         with pytest.raises(RatpError, match=f"^{re.escape(method)} has learnt nothing yet to adapt to 'mud'"):
             run.method.adapt(run.stream.targets[0])
 
-    def test_a_state_knows_a_source(self):
+    def test_state_requires_a_source(self):
         fitted, loaded = (Run(toy_plan("tent"), "unused") for _ in range(2))
         fitted.method.fit_source(fitted.stream.source)
         loaded.method.load_state(fitted.method.state())
@@ -594,7 +601,7 @@ class TestFirewall:
         assert same_tensors(fitted.method.state(), loaded.method.state())
 
     @every_method
-    def test_a_state_is_taken_back_whatever_was_learnt_since(self, method):
+    def test_state_is_restored_after_further_training(self, method):
         run = Run(toy_plan(method), "unused")
         given = {name: tensor.clone() for name, tensor in run.method.state().items()}
         run.method.fit_source(run.stream.source)
@@ -604,7 +611,7 @@ class TestFirewall:
         run.method.load_state(given)
         assert same_tensors(run.method.state(), given)
 
-    def test_a_target_has_nowhere_to_keep_labels(self):
+    def test_target_cannot_hold_labels(self):
         target = Run(toy_plan("source-only"), "unused").stream.targets[0]
         assert set(vars(target)) == {"name", "images", "manifest"}
         with pytest.raises(AttributeError):
@@ -619,18 +626,18 @@ class TestFolder:
         assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize("name", [".git", ".gitignore", ".config.json.swp"])
-    def test_hidden_files_of_others_are_files_of_others(self, name, tmp_path):
+    def test_hidden_foreign_files_count_as_foreign(self, name, tmp_path):
         (tmp_path / name).write_text("mine")
         with pytest.raises(RunDirectoryError, match="holds other files"):
             Run(toy_plan("source-only"), tmp_path).execute()
         assert files_of(tmp_path) == {name: b"mine"}
 
-    def test_folders_above_it_are_made(self, tmp_path):
+    def test_parent_folders_are_created(self, tmp_path):
         stop_after(Run(toy_plan("source-only"), str(tmp_path / "画像" / "naïve ü" / "run")), 1)
         assert (tmp_path / "画像" / "naïve ü" / "run" / "config.json").is_file()
 
     @pytest.mark.parametrize(
-        ("changes", "told"),
+        ("changes", "expected"),
         [
             ({"changes": {"lr": 0.5}}, "lr: 0.05 there, 0.5 requested"),
             ({"changes": {"r_con": 1, "batch": 4}}, "batch: 8 there, 4 requested; r_con: 0.8 there, 1.0 requested"),
@@ -642,13 +649,13 @@ class TestFolder:
         ids=["recipe", "switch", "seed", "method", "order", "images"],
     )  # fmt: skip
     @pytest.mark.faults(19, "a folder with another run is refused, and the differences are told")
-    def test_another_run_is_refused_and_the_differences_told(self, untouched, changes, told, tmp_path):
+    def test_another_run_is_refused_with_the_differences(self, untouched, changes, expected, tmp_path):
         folder = tmp_path / "run"
         shutil.copytree(untouched["ratp"], folder)
         before = files_of(folder)
         with pytest.raises(RunDirectoryError) as caught:
             Run(toy_plan(**changes), folder).execute()
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
         assert "--out" in str(caught.value)
         assert files_of(folder) == before
 
@@ -662,7 +669,7 @@ class TestFolder:
 
 class TestNotANumber:
     @pytest.mark.faults(14, "a loss that is no number ends the stage, and the stages before it stay")
-    def test_the_stage_fails_and_the_stages_before_it_stay(self, tmp_path):
+    def test_non_finite_loss_fails_the_stage_and_keeps_earlier_ones(self, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()
         for event in events:
@@ -677,7 +684,7 @@ class TestNotANumber:
         assert files_of(run.folder)["matrix.json"] == kept["matrix.json"]
 
     @pytest.mark.faults(14, "a run that lost its numbers goes on once the cause is gone")
-    def test_it_can_go_on_afterwards(self, untouched, tmp_path):
+    def test_run_resumes_after_non_finite_loss(self, untouched, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()
         for _ in range(STEPS + 2):
@@ -690,7 +697,7 @@ class TestNotANumber:
         assert_same_result(tmp_path / "run", untouched["ratp"])
 
     @every_method
-    def test_a_last_step_that_ruins_the_network_is_noticed(self, method, tmp_path):
+    def test_ruinous_last_step_is_detected(self, method, tmp_path):
         """The loss was a number before the step; nothing of the network is after it."""
         plan = toy_plan(method, toy_domains(ink=40, mud=32), changes={"epochs": 1, "steps": 1, "lr": 1e38})
         with pytest.raises(TrainingError):

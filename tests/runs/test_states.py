@@ -1,4 +1,4 @@
-"""A run whose last state is damaged or gone goes on from the one before, and ends as if nothing had been."""
+"""A run whose last state is damaged or missing resumes from the previous one and ends with the same result."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def assert_same(folder, whole):
     assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
 
 
-def go_on(folder, told):
-    """Goes on after a state was lost; returns the stages that are made."""
-    with pytest.warns(StateWarning, match=told):
+def go_on(folder, expected):
+    """Resumes after a state was lost; returns the stages that run."""
+    with pytest.warns(StateWarning, match=expected):
         return [event.stage for event in Run(plan(), folder).events() if isinstance(event, StageStarted)]
 
 
-def refused(folder, told):
-    """Goes on in vain, and nothing changes."""
+def assert_error(folder, expected):
+    """Resuming fails and changes nothing."""
     before = files_of(folder)
-    with pytest.raises(RunDirectoryError, match=told) as caught:
+    with pytest.raises(RunDirectoryError, match=expected) as caught:
         Run(plan(), folder).execute()
     assert files_of(folder) == before
     return str(caught.value)
@@ -97,7 +97,7 @@ def rewrite(path, **values):
     write_tensors(path, tensors, {**about, **values})
 
 
-def test_the_state_before_is_kept_until_the_end(under_way, whole):
+def test_previous_state_is_kept_until_the_end(under_way, whole):
     rows = [len(read_tensors(under_way / name)[1]["matrix"]["accuracy"]) for name in (LATEST, BEFORE)]
     assert rows == [2, 1]
     assert not (whole / BEFORE).exists()
@@ -108,17 +108,17 @@ class TestGoingBack:
     @pytest.mark.faults(
         FAULT, "a damaged or missing state is passed over for the one before, with the same bits in the end"
     )
-    def test_a_state_that_is_lost(self, kind, stopped, whole):
+    def test_lost_state_falls_back_to_previous(self, kind, stopped, whole):
         damage(stopped / LATEST, kind)
         word = "missing" if kind == "gone" else "damaged"
-        told = rf"state\.safetensors is {word}.*resumes from state-before\.safetensors, after 1 of 3 stages"
-        assert go_on(stopped, told) == [1, 2]
+        expected = rf"state\.safetensors is {word}.*resumes from state-before\.safetensors, after 1 of 3 stages"
+        assert go_on(stopped, expected) == [1, 2]
         assert_same(stopped, whole)
         (event,) = journal_of(stopped, "state_lost")
         assert word in event["what"]
         assert event["finished_stages"] == journal_of(stopped, "run_resumed")[-1]["finished_stages"] == 1
 
-    def test_what_came_after_it_counts_no_more(self, stopped):
+    def test_later_results_are_discarded(self, stopped):
         damage(stopped / LATEST)
         events = Run(plan(), stopped).events()
         with pytest.warns(StateWarning):
@@ -129,7 +129,7 @@ class TestGoingBack:
         assert not (stopped / CHECKPOINT).exists()
         assert is_whole(stopped / LATEST) and not (stopped / BEFORE).exists()
 
-    def test_again_and_again(self, stopped, whole):
+    def test_repeated_losses(self, stopped, whole):
         damage(stopped / LATEST)
         with pytest.warns(StateWarning):
             stop(Run(plan(), stopped), finished=1, steps=1)
@@ -138,14 +138,14 @@ class TestGoingBack:
         assert_same(stopped, whole)
 
     @pytest.mark.parametrize("kind", ["bit", "gone"])
-    def test_with_nothing_before_the_run_begins_anew(self, kind, whole, tmp_path):
+    def test_run_restarts_without_previous_state(self, kind, whole, tmp_path):
         stop(Run(plan(), tmp_path / "run"), finished=1, steps=2)
         assert not (tmp_path / "run" / BEFORE).exists()
         damage(tmp_path / "run" / LATEST, kind)
         assert go_on(tmp_path / "run", "resumes from the start") == [0, 1, 2]
         assert_same(tmp_path / "run", whole)
 
-    def test_a_checkpoint_of_the_stage_is_still_good(self, under_way, whole, tmp_path):
+    def test_stage_checkpoint_is_still_used(self, under_way, whole, tmp_path):
         """Killed after the state was written and before the checkpoint was removed."""
         folder = tmp_path / "run"
         stop(Run(plan(), folder), finished=1, steps=2)
@@ -158,7 +158,7 @@ class TestGoingBack:
         assert [(event.stage, event.done) for event in started] == [(1, 2), (2, 0)]
         assert_same(folder, whole)
 
-    def test_of_a_run_at_its_end(self, under_way, whole, stopped):
+    def test_lost_state_of_a_complete_run(self, under_way, whole, stopped):
         """Killed before the state before was removed; the weights are those of the state, whichever that is."""
         Run(plan(), stopped).execute()
         shutil.copy(under_way / LATEST, stopped / BEFORE)
@@ -167,7 +167,7 @@ class TestGoingBack:
         assert go_on(stopped, "after 2 of 3 stages") == [2]
         assert_same(stopped, whole)
 
-    def test_predictions_of_the_lost_model_are_made_anew(self, tmp_path, monkeypatch):
+    def test_predictions_of_the_lost_model_are_rewritten(self, tmp_path, monkeypatch):
         source, target = toy_domain("ink", 40), toy_domain("mud", 30)
         plan = toy_plan("source-only", [source, target])
         loaded = [LoadedDomain(source), LoadedDomain(target.unlabelled())]
@@ -176,14 +176,14 @@ class TestGoingBack:
             killed.setattr(States, "settle", lambda self: None)
             Run(plan, tmp_path).execute()
         (path,) = tmp_path.glob("predictions-*.csv")
-        made = path.read_bytes()
+        predictions = path.read_bytes()
         path.write_text("of another model")
         damage(tmp_path / LATEST)
         with pytest.warns(StateWarning):
             Run(plan, tmp_path).execute()
-        assert path.read_bytes() == made
+        assert path.read_bytes() == predictions
 
-    def test_while_it_is_needed(self, stopped, whole):
+    def test_state_is_lost_while_needed(self, stopped, whole):
         """The file goes while the run is under way: it says so, and never takes an untrained method instead."""
         run = Run(plan(), stopped)
         events = run.events()
@@ -201,36 +201,36 @@ class TestRefused:
     def test_both_are_lost(self, kind, stopped):
         for name in (LATEST, BEFORE):
             damage(stopped / name, kind)
-        told = refused(stopped, r"state\.safetensors is .*state-before\.safetensors is .*Restore one of them")
-        assert "--out" in told
+        message = assert_error(stopped, r"state\.safetensors is .*state-before\.safetensors is .*Restore one of them")
+        assert "--out" in message
 
-    def test_with_nothing_that_tells_how_much_is_lost(self, stopped):
+    def test_unknown_extent_of_loss(self, stopped):
         for name in (LATEST, BEFORE):
             damage(stopped / name)
         (stopped / "matrix.json").unlink()
-        refused(stopped, r"matrix\.json is missing.*--out")
+        assert_error(stopped, r"matrix\.json is missing.*--out")
 
     @pytest.mark.parametrize("name", [LATEST, BEFORE])
-    def test_another_run_s(self, name, stopped):
+    def test_state_of_another_run(self, name, stopped):
         """To go back would hide a mistake."""
         damage(stopped / LATEST)
         shutil.copy(stopped / BEFORE, stopped / LATEST) if name == LATEST else None
         rewrite(stopped / name, fingerprint="x")
-        refused(stopped, "another run")
+        assert_error(stopped, "another run")
 
-    def test_a_later_version_s(self, stopped):
+    def test_state_of_a_later_version(self, stopped):
         rewrite(stopped / LATEST, schema=99)
         with pytest.raises(NewerFileError):
             Run(plan(), stopped).execute()
 
-    def test_one_of_another_shape(self, stopped):
+    def test_state_of_another_shape(self, stopped):
         tensors, about = read_tensors(stopped / LATEST)
         write_tensors(stopped / LATEST, {**tensors, "network.classifier.weight": torch.zeros(3, 3)}, about)
-        refused(stopped, "does not fit this run")
+        assert_error(stopped, "does not fit this run")
 
-    def test_one_that_may_not_be_read(self, stopped, monkeypatch):
+    def test_unreadable_state(self, stopped, monkeypatch):
         monkeypatch.setattr(os, "access", lambda path, mode: path.name != LATEST)
-        refused(stopped, r"cannot read .*state\.safetensors: Permission denied")
+        assert_error(stopped, r"cannot read .*state\.safetensors: Permission denied")
 
 
 class TestWriting:
@@ -274,7 +274,7 @@ class TestWriting:
         assert_same(stopped, whole)
 
     @pytest.mark.faults(4, "without room for one more name, both states stay as they are")
-    def test_no_room_for_a_name(self, stopped, whole, monkeypatch):
+    def test_no_space_for_a_directory_entry(self, stopped, whole, monkeypatch):
         def full(path, target):
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -287,7 +287,7 @@ class TestWriting:
         Run(plan(), stopped).execute()
         assert_same(stopped, whole)
 
-    def test_no_more_room_is_needed_than_for_two(self, stopped, whole, monkeypatch):
+    def test_space_needed_is_two_states(self, stopped, whole, monkeypatch):
         """The state before the last gives way before the new one is written."""
         seen = []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ratp
-from own_images import OPTIONS, config_of, images, put, refused, worked, zipped
+from own_images import OPTIONS, assert_error, assert_ok, config_of, image_files, write_files, write_zip
 from ratp.errors import ConfigError, RatpError
 from ratp.runs.plan import resolve
 from ratp.runs.request import RunRequest
@@ -34,19 +34,19 @@ def shared(name):
     return path if path.exists() else pytest.skip(f"no {path}")
 
 
-def load_digits(order="default", **asked):
-    return resolve(RunRequest("digits", order=order, **asked)).load_stream()
+def load_digits(order="default", **requested):
+    return resolve(RunRequest("digits", order=order, **requested)).load_stream()
 
 
 class TestOrders:
     @pytest.mark.parametrize(("spec", "paper"), [(DIGITS, "Digits"), (PACS, "PACS"), (DOMAINNET10, "DomainNet")])
-    def test_they_are_the_papers(self, spec, paper):
+    def test_orders_are_the_papers(self, spec, paper):
         tables = json.loads(shared("paper/tables.json").read_text())
         main = dict(zip(("default", "reverse"), (table["order"] for table in tables["main"][paper]), strict=False))
         assert {name: list(order) for name, order in spec.orders.items()} == {**main, **tables["domain_orders"][paper]}
 
     @pytest.mark.parametrize("spec", [DIGITS, PACS, DOMAINNET10], ids=lambda spec: spec.name)
-    def test_each_has_all_domains_and_is_found_by_its_name(self, spec):
+    def test_each_order_has_all_domains_and_is_found_by_name(self, spec):
         for name, order in spec.orders.items():
             assert sorted(order) == sorted(spec.domains)
             assert resolve(RunRequest(spec.name, order=name, weights="none")).order == order
@@ -62,15 +62,15 @@ class TestWeights:
         monkeypatch.setattr("ratp.streams.files.open_decoded", lambda path, *_, **__: self.decoded.append(path))
         monkeypatch.setattr("ratp.runs.plan.find_weights", find_none)
 
-    def test_those_that_cannot_be_had_are_told_before_images_are_decoded(self):
+    def test_unavailable_weights_are_reported_before_decoding(self):
         for name in ("photo", "art_painting", "cartoon", "sketch"):
-            put(Path("data/pacs", name), images())
-        refused(ratp("run", "pacs", "--out", "run"), "no connection")
+            write_files(Path("data/pacs", name), image_files())
+        assert_error(ratp("run", "pacs", "--out", "run"), "no connection")
         assert not self.decoded and not Path("run").exists()
 
-    def test_but_not_before_images_that_are_not_there(self):
+    def test_missing_images_are_reported_before_weights(self):
         result = ratp("run", "pacs", "--out", "run")
-        refused(result, "photo, art_painting, cartoon, sketch", "ratp data get pacs")
+        assert_error(result, "photo, art_painting, cartoon, sketch", "ratp data get pacs")
         assert "no connection" not in result.err
 
 
@@ -124,19 +124,19 @@ FILES = {
 }
 
 
-def made(stream, layout, root="data", classes=None):
+def make_benchmark(stream, layout, root="data", classes=None):
     """Small images of all domains of a benchmark in its layout."""
     data_set, domains = FILES[stream]
     for k, (code, name) in enumerate(domains.items()):
-        files = images(classes or CLASSES[stream], seed=k)
+        files = image_files(classes or CLASSES[stream], seed=k)
         if layout == "zips":
-            zipped(Path(root) / data_set / f"{name}.zip", files, inside=f"{name}/")
+            write_zip(Path(root) / data_set / f"{name}.zip", files, inside=f"{name}/")
         elif layout == "folders":
-            put(Path(root) / data_set / name, files)
+            write_files(Path(root) / data_set / name, files)
         elif layout == "beside":
-            put(Path(root) / name, files)
+            write_files(Path(root) / name, files)
         else:
-            zipped(Path(root) / f"{name}.zip", files)
+            write_zip(Path(root) / f"{name}.zip", files)
         del code
 
 
@@ -147,7 +147,7 @@ class TestLoading:
         + [("pacs", "zips"), ("domainnet10", "folders")],
     )
     def test_images_are_found_in_every_layout(self, stream, layout):
-        made(stream, layout)
+        make_benchmark(stream, layout)
         spec = find_stream(stream)
         order = spec.orders["default"]
         loaded = spec.load(order, 16, DataOptions())
@@ -158,33 +158,33 @@ class TestLoading:
             assert item.domain.images.shape[2:] == (16, 16)
             assert (item.notes, item.origin) == ((), None)
 
-    def test_codes_are_those_domains(self):
-        made("digits", "folders")
+    def test_codes_name_their_domains(self):
+        make_benchmark("digits", "folders")
         source, *_, last = load_digits("US>MT", subset=True).fingerprints.items()
         direct = find_stream("digits").load(["MT", "US"], 32, DataOptions())
         assert source == ("US", direct[1].domain.fingerprint())
         assert last == ("MT", direct[0].domain.fingerprint())
 
-    def test_a_zip_is_what_ratp_puts_there_so_it_comes_first(self):
-        made("digits", "zips")
-        put(Path("data/mnist"), images(("north",)))
+    def test_zip_takes_precedence(self):
+        make_benchmark("digits", "zips")
+        write_files(Path("data/mnist"), image_files(("north",)))
         assert load_digits().order[0] == "MT"
 
-    def test_an_order_may_name_some(self):
+    def test_order_can_name_some_domains(self):
         for name in ("mnist", "usps"):
-            put(Path("data") / name, images(TEN))
+            write_files(Path("data") / name, image_files(TEN))
         stream = load_digits("US>MT", subset=True)
         assert (stream.order, len(stream.source), len(stream.targets[0])) == (("US", "MT"), 20, 30)
 
-    def test_a_class_that_no_image_has(self):
-        made("digits", "folders", classes=TEN[:9])
+    def test_class_without_images(self):
+        make_benchmark("digits", "folders", classes=TEN[:9])
         stream = load_digits()
         assert stream.classes == TEN
         assert "MT: no images of 9, which the model therefore cannot learn." in stream.notes
 
     def test_all_345_classes_of_domainnet(self):
         """As published and unpacked by hand: the ten of the paper can be taken."""
-        made("domainnet10", "folders", classes=("aircraft_carrier", *CLASSES["domainnet10"], "zigzag"))
+        make_benchmark("domainnet10", "folders", classes=("aircraft_carrier", *CLASSES["domainnet10"], "zigzag"))
         with pytest.raises(ConfigError) as caught:
             find_stream("domainnet10").load(["Qu", "Sk"], 16, DataOptions())
         assert len(caught.value.problems) == 2
@@ -197,9 +197,9 @@ class TestLoading:
             assert "aircraft_carrier (3), zigzag (3)" in item.notes[0]
 
     def test_a_flat_source(self):
-        made("digits", "folders")
-        put(Path("flat/mnist"), images(TEN, flat=True))
-        put(Path("flat/usps"), images(TEN))
+        make_benchmark("digits", "folders")
+        write_files(Path("flat/mnist"), image_files(TEN, flat=True))
+        write_files(Path("flat/usps"), image_files(TEN))
         with pytest.raises(RatpError, match="'MT' has no labels"):
             load_digits("MT>US", subset=True, data=DataOptions(Path("flat")))
 
@@ -211,56 +211,56 @@ class TestFolder:
     @pytest.fixture
     def elsewhere(self):
         for k, name in enumerate(("mnist", "usps")):
-            put(Path("elsewhere/digits") / name, images(TEN, seed=k))
+            write_files(Path("elsewhere/digits") / name, image_files(TEN, seed=k))
         return "elsewhere"
 
-    def test_it_is_given(self, elsewhere):
-        worked(self.run("--method", "source-only", "--data", elsewhere))
+    def test_folder_is_given(self, elsewhere):
+        assert_ok(self.run("--method", "source-only", "--data", elsewhere))
 
-    def test_it_is_in_the_environment(self, elsewhere, monkeypatch):
+    def test_folder_is_in_the_environment(self, elsewhere, monkeypatch):
         monkeypatch.setenv("RATP_DATA", elsewhere)
-        worked(self.run("--method", "source-only"))
-        refused(self.run("--out", "other", "--data", "nowhere"), "not in nowhere", out="other")
+        assert_ok(self.run("--method", "source-only"))
+        assert_error(self.run("--out", "other", "--data", "nowhere"), "not in nowhere", out="other")
 
-    def test_text_will_do_from_python(self, elsewhere):
+    def test_string_path_from_python(self, elsewhere):
         assert load_digits("MT>US", subset=True, data=DataOptions(elsewhere)).order == ("MT", "US")
 
-    def test_nothing_there(self):
-        message = refused(self.run(), "domains mnist, usps of digits are not in data")
-        for told in ("digits/mnist.zip", "--data FOLDER", "RATP_DATA", "ratp data get digits"):
-            assert told in message
+    def test_empty_folder(self):
+        message = assert_error(self.run(), "domains mnist, usps of digits are not in data")
+        for expected in ("digits/mnist.zip", "--data FOLDER", "RATP_DATA", "ratp data get digits"):
+            assert expected in message
 
-    def test_something_missing(self, elsewhere):
-        message = refused(ratp("run", "digits", "--data", elsewhere, "--out", "run", "--device", "cpu"))
+    def test_missing_domain(self, elsewhere):
+        message = assert_error(ratp("run", "digits", "--data", elsewhere, "--out", "run", "--device", "cpu"))
         assert "domains mnist_m, svhn, syn of digits are not in" in message
         assert message.count("ratp data get digits") == 1
 
-    def test_images_lie_elsewhere_and_the_run_goes_on(self, elsewhere):
-        worked(self.run("--method", "source-only", "--data", elsewhere))
+    def test_moved_images_and_the_run_resumes(self, elsewhere):
+        assert_ok(self.run("--method", "source-only", "--data", elsewhere))
         Path(elsewhere).rename("moved")
-        assert "complete already" in worked(self.run("--method", "source-only", "--data", "moved")).err
+        assert "complete already" in assert_ok(self.run("--method", "source-only", "--data", "moved")).err
 
     def test_it_can_be_shown(self, elsewhere):
         words = ("--order", "US>MT", "--data", elsewhere, "--out", "sheet.png", "--json")
-        shown = json.loads(worked(ratp("streams", "show", "digits", *words)).out)
+        shown = json.loads(assert_ok(ratp("streams", "show", "digits", *words)).out)
         assert [(d["domain"], d["images"]) for d in shown["domains"]] == [("US", 30), ("MT", 30)]
 
 
 class TestRebuilt:
-    def test_it_is_told_wherever_it_could_be_mistaken(self):
+    def test_rebuilt_set_is_labelled_everywhere(self):
         from ratp.data.formats.canonical import origin
 
-        made("digits", "zips")
+        make_benchmark("digits", "zips")
         path = Path("data/digits/usps.zip")
         with zipfile.ZipFile(path, "a") as archive:
             archive.comment = json.dumps({"rebuilt": True, "recipe": "usps 1", "seed": 3}).encode()
         assert origin(path) == "rebuilt: usps 1, seed 3"
-        result = worked(
+        result = assert_ok(
             ratp("run", "digits", "--order", "MT>US", "--subset", "--out", "run", "-m", "source-only", *OPTIONS)
         )
         assert "note: US is not the published data: rebuilt: usps 1, seed 3" in result.err
         assert config_of()["origins"] == {"US": "rebuilt: usps 1, seed 3"}
-        report = worked(ratp("report", "run"))
+        report = assert_ok(ratp("report", "run"))
         for text in (result.out, report.out, Path("run/report/report.md").read_text()):
             assert "US: rebuilt: usps 1, seed 3" in " ".join(text.split())
 
@@ -274,21 +274,21 @@ class TestRealImages:
         assert len(tree.files) == (9_298 if name == "usps" else 20_000)
         assert tree.classes == TEN
 
-    def test_a_copy_of_syn_that_was_made_again_is_known(self):
+    def test_rebuilt_syn_is_recognised(self):
         """By the hash of its files, since nothing in it says so."""
         folder = shared("data/digits")
         data = fake_with(folder / "syn.zip")
         words = ("--order", "SD>MT", "--subset", "--data", data, "--out", "run", "-m", "source-only")
-        result = worked(ratp("run", "digits", *words, *OPTIONS))
+        result = assert_ok(ratp("run", "digits", *words, *OPTIONS))
         assert "SD is not the published data: regenerated SYN" in result.err
         assert "regenerated SYN" in config_of()["origins"]["SD"]
         assert "regenerated SYN" in " ".join(result.out.split())
 
 
 def fake_with(archive):
-    """A data folder with one real domain, and a made one to go with it."""
+    """A data folder with one real and one synthetic domain."""
     folder = Path("real/digits")
     folder.mkdir(parents=True)
     (folder / archive.name).symlink_to(archive)
-    zipped(folder / "mnist.zip", images(TEN))
+    write_zip(folder / "mnist.zip", image_files(TEN))
     return folder.parent

@@ -1,4 +1,4 @@
-"""A share of every target kept for testing, drawn without a look at what it should not see."""
+"""A share of every target is held out for testing, chosen without looking at the labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import journal_of, toy_domain, toy_domains
-from own_images import config_of, images, put, refused, run_folders, worked
+from own_images import assert_error, assert_ok, config_of, image_files, run_folders, write_files
 from ratp.errors import ConfigError
 from ratp.streams.stream import make_stream
 
@@ -27,7 +27,7 @@ def parts(hold_out, seed=1, domains=None):
 
 class TestShare:
     @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
-    def test_what_is_tested_on_is_not_trained_on(self, share):
+    def test_test_images_are_not_trained_on(self, share):
         for (train, test), domain in zip(parts(share), toy_domains()[1:], strict=True):
             assert not set(train) & set(test)
             assert set(train) | set(test) == set(contents(domain.images))
@@ -39,11 +39,11 @@ class TestShare:
         test = make_stream("toy", toy_domains(), 1, hold_out=0.3).tests[1]
         assert [label[content] for content in contents(test.images)] == test.labels.tolist()
 
-    def test_nothing_is_the_papers_way(self):
+    def test_zero_share_is_the_papers_protocol(self):
         for (train, test), domain in zip(parts(0.0), toy_domains()[1:], strict=True):
             assert train == test == contents(domain.images)
 
-    def test_labels_have_no_say(self):
+    def test_split_ignores_labels(self):
         source, *targets = toy_domains()
         scrambled = [replace(t, labels=t.labels.flip(0)) for t in targets]
         assert parts(0.3) == parts(0.3, domains=[source, *scrambled])
@@ -56,7 +56,7 @@ class TestShare:
         (_, mud), (_, fog) = parts(0.3, domains=twins)
         assert mud != fog
 
-    def test_the_source_is_split_as_ever(self):
+    def test_source_split_is_unchanged(self):
         plain, held = (make_stream("toy", toy_domains(), 1, hold_out=share) for share in (0.0, 0.4))
         assert torch.equal(plain.source.images, held.source.images)
 
@@ -65,7 +65,7 @@ class TestShare:
         ((train, test),) = parts(0.5, domains=domains)
         assert (len(train), len(test)) == (24, 6)
 
-    def test_without_labels_there_is_nothing_to_test(self):
+    def test_unlabelled_target_is_not_split(self):
         source, target, _ = toy_domains()
         stream = make_stream("toy", [source, target.unlabelled()], 1, hold_out=0.5)
         assert torch.equal(stream.targets[0].images, target.images)
@@ -81,21 +81,21 @@ class TestRun:
     @pytest.fixture(autouse=True)
     def _here(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        put(Path("day"), images())
-        put(Path("night"), images(seed=1))
+        write_files(Path("day"), image_files())
+        write_files(Path("night"), image_files(seed=1))
 
-    def test_it_is_a_value_of_the_recipe(self):
-        worked(run_folders("day", "night", more=("--set", "hold_out=0.25")))
+    def test_share_is_a_recipe_value(self):
+        assert_ok(run_folders("day", "night", more=("--set", "hold_out=0.25")))
         assert config_of()["recipe"]["hold_out"] == 0.25
         assert config_of()["changed"]["hold_out"] == 0.25
         assert [e["images"] for e in journal_of(Path("run"), "stage_started")] == [8, 9]
 
     def test_another_share_is_another_run(self):
-        worked(run_folders("day", "night"))
+        assert_ok(run_folders("day", "night"))
         result = run_folders("day", "night", more=("--set", "hold_out=0.5"))
         assert result.code == 2
         assert "hold_out: 0.0 there, 0.5 requested" in result.err
 
     @pytest.mark.parametrize("value", ["1", "-0.1", "half"])
-    def test_what_is_no_share(self, value):
-        refused(run_folders("day", "night", more=("--set", f"hold_out={value}")), "hold_out must be")
+    def test_invalid_share(self, value):
+        assert_error(run_folders("day", "night", more=("--set", f"hold_out={value}")), "hold_out must be")

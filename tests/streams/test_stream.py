@@ -33,7 +33,7 @@ class TestOrder:
         assert parse_order(text, DEMO) == tuple(order)
 
     @given(order=st.permutations(CODES), length=st.integers(2, 3))
-    def test_a_part_of_one_is_a_subset(self, order, length):
+    def test_partial_order_is_a_subset(self, order, length):
         text = ">".join(order[:length])
         assert parse_order(text, DEMO, subset=True) == tuple(order[:length])
         with pytest.raises(ConfigError, match="--subset") as caught:
@@ -46,14 +46,14 @@ class TestOrder:
             try:
                 order = parse_order(text, DEMO, subset=subset)
             except ConfigError as error:
-                told = error.problems
+                problems = error.problems
             else:
                 assert set(order) <= set(CODES)
                 assert len(set(order)) == len(order) >= 2
                 assert subset or len(order) == len(CODES)
                 continue
-            assert told
-            assert all(problem.endswith(".") for problem in told)
+            assert problems
+            assert all(problem.endswith(".") for problem in problems)
 
     @pytest.mark.parametrize(
         ("name", "order"), [("default", CODES), ("reverse", CODES[::-1]), (" reverse ", CODES[::-1])]
@@ -62,7 +62,7 @@ class TestOrder:
         assert parse_order(name, DEMO) == tuple(order)
 
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ("scan>scan>photo>font>street", ["repeats domain 'scan'"]),
             ("scan>photo>font", ["leaves out street", "'scan>photo>font>street'", "--subset"]),
@@ -76,33 +76,33 @@ class TestOrder:
             ("scan photo font street", ["unknown order 'scan photo font street'", "'scan>photo>font>street'"]),
         ],
     )
-    def test_a_mistake_is_explained(self, text, told):
+    def test_a_mistake_is_explained(self, text, expected):
         with pytest.raises(ConfigError) as caught:
             parse_order(text, DEMO)
-        assert all(words in str(caught.value) for words in told)
+        assert all(words in str(caught.value) for words in expected)
 
-    def test_all_mistakes_are_told_at_once(self):
+    def test_all_mistakes_are_reported(self):
         with pytest.raises(ConfigError) as caught:
             parse_order("scan>scan>>fnt>stret", DEMO)
         assert len(caught.value.problems) == 4
 
-    def test_a_shell_that_swallowed_the_rest_is_suspected(self):
+    def test_shell_redirection_is_suspected(self):
         """``--order scan>photo`` without quotes arrives as ``scan``."""
         with pytest.raises(ConfigError, match=r"(?i)quot"):
             parse_order("scan", DEMO)
 
 
 class TestFinding:
-    def test_the_demo_is_one(self):
+    def test_demo_is_a_stream(self):
         assert find_stream("demo") is DEMO
 
     @pytest.mark.parametrize(
-        ("name", "told"), [("dmo", "Did you mean 'demo'"), ("DEMO", "Did you mean 'demo'"), ("", "Valid: ")]
+        ("name", "expected"), [("dmo", "Did you mean 'demo'"), ("DEMO", "Did you mean 'demo'"), ("", "Valid: ")]
     )
-    def test_others_are_not(self, name, told):
+    def test_unknown_streams_are_refused(self, name, expected):
         with pytest.raises(ConfigError, match="unknown stream") as caught:
             find_stream(name)
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
 
     @pytest.mark.parametrize("spec", STREAMS.values(), ids=list(STREAMS))
     def test_orders_name_the_domains_they_have(self, spec):
@@ -111,7 +111,7 @@ class TestFinding:
             assert len(set(order)) == len(order) >= 2
             assert set(order) <= set(spec.domains)
 
-    def test_it_is_loaded_in_its_order(self):
+    def test_domains_are_loaded_in_order(self):
         stream = resolve(RunRequest("demo", order="font>scan", subset=True)).load_stream()
         assert (stream.order, stream.source.name, [t.name for t in stream.targets]) == (
             ("font", "scan"),
@@ -128,7 +128,7 @@ class TestSplit:
         share=st.floats(0, 1),
         seed=st.integers(0, 2**31),
     )
-    def test_every_class_gives_its_share(self, labels, share, seed):
+    def test_split_takes_a_share_of_every_class(self, labels, share, seed):
         labels = torch.tensor(labels)
         mask = stratified_mask(labels, share, torch.Generator().manual_seed(seed))
         assert mask.dtype == torch.bool

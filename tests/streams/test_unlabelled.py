@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers import CLASSES, accuracy_of, files_of, journal_of, ratp, same_tensors, tensors_of, toy_domains
-from own_images import OPTIONS, images, put, refused, run_folders, worked
+from own_images import OPTIONS, assert_error, assert_ok, image_files, run_folders, write_files
 from ratp.data.domain import UnlabelledDomain
 from ratp.runs.events import StageStarted
 from ratp.runs.plan import resolve
@@ -25,10 +25,10 @@ WILD = ["wild", "sea"]
 
 
 def make(folder):
-    put(folder / "day", images())
-    put(folder / "night", images(seed=1))
-    put(folder / "wild", images(seed=2, flat=True))
-    put(folder / "sea", {f"deep/{name}": data for name, data in images(seed=3, flat=True).items()})
+    write_files(folder / "day", image_files())
+    write_files(folder / "night", image_files(seed=1))
+    write_files(folder / "wild", image_files(seed=2, flat=True))
+    write_files(folder / "sea", {f"deep/{name}": data for name, data in image_files(seed=3, flat=True).items()})
     shutil.move(folder / "sea" / "deep", folder / "sea" / "sea")  # one more folder around them, as in a zip
 
 
@@ -40,9 +40,9 @@ def finished(tmp_path_factory):
         patch.chdir(folder)
         make(folder)
         more = ("--probe", "--set", "randmix.kernel_sizes=3,5")
-        result = worked(run_folders("day", "wild", "night", "sea", method="ratp", more=more))
+        result = assert_ok(run_folders("day", "wild", "night", "sea", method="ratp", more=more))
         Path("shown.txt").write_text(result.out + result.err)
-        worked(run_folders("day", *WILD, out="all", more=("--probe",)))
+        assert_ok(run_folders("day", *WILD, out="all", more=("--probe",)))
     return folder
 
 
@@ -68,13 +68,13 @@ def rows_of(name, run="run"):
 
 
 class TestRun:
-    def test_they_have_no_accuracy(self, here):
+    def test_unlabelled_domains_have_no_accuracy(self, here):
         matrix = json.loads(Path("run/matrix.json").read_text())
         assert matrix["domains"] == ["day", "wild", "night", "sea"]
         for row in matrix["accuracy"]:
             assert [value is None for value in row] == [False, True, False, True]
 
-    def test_and_no_metric(self, here):
+    def test_unlabelled_domains_have_no_metric(self, here):
         metrics = json.loads(Path("run/matrix.json").read_text())["metrics"]
         assert {name: sorted(metric["domains"]) for name, metric in metrics.items()} == {
             "TDG": ["night"],
@@ -84,18 +84,18 @@ class TestRun:
         tda = metrics["TDA"]["domains"]
         assert metrics["TDA"]["average"] == pytest.approx((tda["day"] + tda["night"]) / 2)
 
-    def test_they_are_trained_on_like_any_other(self, here):
+    def test_unlabelled_domains_are_trained_on(self, here):
         stages = {event["domain"]: event for event in journal_of(Path("run"), "stage_started")}
         assert stages["wild"]["steps"] == stages["night"]["steps"] > 0
         assert stages["wild"]["images"] == stages["sea"]["images"] == 12
 
-    def test_nothing_of_them_is_probed(self, here):
+    def test_unlabelled_domains_are_not_probed(self, here):
         assert {event["domain"] for event in journal_of(Path("run"), "probe")} == {"day", "night"}
 
-    def test_it_is_said(self, here):
+    def test_missing_labels_are_reported(self, here):
         assert "note: no labels, so no accuracy: wild, sea" in Path("shown.txt").read_text()
 
-    def test_all_of_them(self, here):
+    def test_all_targets_unlabelled(self, here):
         matrix = json.loads(Path("all/matrix.json").read_text())
         assert [row[1:] for row in matrix["accuracy"]] == [[None, None]] * 3
         assert matrix["metrics"]["TDG"] == {"domains": {}, "average": None}
@@ -104,16 +104,16 @@ class TestRun:
     def test_labels_of_others_make_no_difference(self, here, tmp_path):
         """A flat folder of a labelled domain's files trains to the same weights."""
         names = {f"{name}-{k}.png": f"{name}/{k}.png" for name in CLASSES for k in range(3)}
-        assert sorted(names) == sorted(images(flat=True))
-        put(tmp_path / "night", images(seed=1, flat=True))
+        assert sorted(names) == sorted(image_files(flat=True))
+        write_files(tmp_path / "night", image_files(seed=1, flat=True))
         more = ("--set", "randmix.kernel_sizes=3,5")
         for target, out in (("night", "labelled"), (tmp_path / "night", "flat")):
-            worked(run_folders("day", target, out=tmp_path / out, method="ratp", more=more))
+            assert_ok(run_folders("day", target, out=tmp_path / out, method="ratp", more=more))
         assert same_tensors(tensors_of(tmp_path / "labelled", "weights"), tensors_of(tmp_path / "flat", "weights"))
 
-    def test_json_is_json(self, here):
+    def test_json_output_is_valid(self, here):
         words = ("--source", "day", "--targets", "wild", "night", "sea", "--out", "run", "--json")
-        result = worked(ratp("run", "folders", *words, *OPTIONS, "--set", "randmix.kernel_sizes=3,5"))
+        result = assert_ok(ratp("run", "folders", *words, *OPTIONS, "--set", "randmix.kernel_sizes=3,5"))
         assert json.loads(result.out)["matrix"]["accuracy"][0][1] is None
         assert result.err == ""
 
@@ -122,17 +122,17 @@ class TestPredictions:
     @pytest.mark.parametrize("name", WILD)
     def test_every_file_once_with_a_class_of_the_source(self, here, name):
         rows = rows_of(name)
-        assert [row["file"] for row in rows] == sorted(images(flat=True))
+        assert [row["file"] for row in rows] == sorted(image_files(flat=True))
         assert {row["class"] for row in rows} <= set(CLASSES)
         assert all(1 / len(CLASSES) <= float(row["confidence"]) <= 1 for row in rows)
 
-    def test_only_for_those_without_labels(self, here):
+    def test_predictions_only_for_unlabelled_domains(self, here):
         assert sorted(path.name for path in Path("run").glob("*.csv")) == [
             "predictions-sea.csv",
             "predictions-wild.csv",
         ]
 
-    def test_they_are_those_of_the_final_model(self, here):
+    def test_predictions_are_of_the_final_model(self, here):
         request = RunRequest(
             "folders",
             source="day",
@@ -146,13 +146,13 @@ class TestPredictions:
         classes = [run.stream.classes[k] for k in logits.argmax(dim=1).tolist()]
         assert [row["class"] for row in rows_of("wild")] == classes
 
-    def test_the_user_is_told_where_they_are(self, here):
+    def test_path_of_predictions_is_reported(self, here):
         assert "Predictions: run/predictions-wild.csv" in Path("shown.txt").read_text()
 
-    def test_lost_ones_are_written_again(self, mine):
+    def test_lost_predictions_are_rewritten(self, mine):
         before = files_of(Path("all"))
         Path("all/predictions-wild.csv").unlink()
-        worked(run_folders("day", *WILD, out="all"))
+        assert_ok(run_folders("day", *WILD, out="all"))
         assert files_of(Path("all")) == before
 
     def test_domains_made_in_python_count_their_images(self, tmp_path):
@@ -164,7 +164,7 @@ class TestPredictions:
 
 
 class TestResume:
-    def test_at_every_stage(self, mine):
+    def test_resume_at_every_stage(self, mine):
         whole = files_of(Path("all"))
         for stages in (1, 2):
             request = RunRequest(
@@ -180,7 +180,7 @@ class TestResume:
                 if isinstance(event, StageStarted) and event.stage == stages:
                     break
             assert not list(Path(f"part{stages}").glob("predictions-*"))
-            worked(run_folders("day", *WILD, out=f"part{stages}", more=("--probe",)))
+            assert_ok(run_folders("day", *WILD, out=f"part{stages}", more=("--probe",)))
             for name in ("matrix.json", "weights.safetensors", "predictions-wild.csv", "predictions-sea.csv"):
                 assert Path(f"part{stages}/{name}").read_bytes() == whole[name]
             assert accuracy_of(Path(f"part{stages}")) == accuracy_of(Path("all"))
@@ -192,7 +192,7 @@ class TestReport:
     def report(finished):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return worked(ratp("report", finished / "run", finished / "all", "--out", finished / "report"))
+            return assert_ok(ratp("report", finished / "run", finished / "all", "--out", finished / "report"))
 
     def line(self, text, start):
         return next(line for line in text.splitlines() if line.strip().startswith(start))
@@ -231,9 +231,9 @@ class TestReport:
         assert "nan" not in Path("report/matrix.svg").read_text().lower().replace("nano", "")
 
     def test_from_an_exported_result(self, report, here, tmp_path):
-        worked(ratp("report", "all", "--export", tmp_path / "results", "--out", tmp_path / "a", "-q"))
+        assert_ok(ratp("report", "all", "--export", tmp_path / "results", "--out", tmp_path / "a", "-q"))
         (result,) = (tmp_path / "results").iterdir()
-        again = worked(ratp("report", result, "--out", tmp_path / "b"))
+        again = assert_ok(ratp("report", result, "--out", tmp_path / "b"))
         assert self.line(again.out, "after wild").count("–") == 2
 
 
@@ -243,37 +243,37 @@ class TestFoldersThatAreNoClasses:
     @pytest.fixture(autouse=True)
     def _cam(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        put(Path("day"), images())
-        put(Path("cam/2024-01-01"), images(seed=1, flat=True))
-        put(Path("cam/2024-01-02/late"), images(seed=2, flat=True))
-        put(Path("cam"), {"first.png": images(seed=3)["north/0.png"]})
-        put(Path("wild"), images(seed=4, flat=True))
+        write_files(Path("day"), image_files())
+        write_files(Path("cam/2024-01-01"), image_files(seed=1, flat=True))
+        write_files(Path("cam/2024-01-02/late"), image_files(seed=2, flat=True))
+        write_files(Path("cam"), {"first.png": image_files(seed=3)["north/0.png"]})
+        write_files(Path("wild"), image_files(seed=4, flat=True))
 
     @pytest.mark.parametrize("name", ["cam", "cam/", "./cam"])
     def test_all_images_below_are_taken(self, name):
-        worked(run_folders("day", "cam", more=("--unlabelled", name)))
+        assert_ok(run_folders("day", "cam", more=("--unlabelled", name)))
         files = [row["file"] for row in rows_of("cam")]
         assert len(files) == 25
         assert {"first.png", "2024-01-01/north-0.png", "2024-01-02/late/north-0.png"} <= {*files}
-        worked(run_folders("day", "cam", more=("--unlabelled", name)))
+        assert_ok(run_folders("day", "cam", more=("--unlabelled", name)))
         assert "another run" in run_folders("day", "wild", more=("--unlabelled", "wild")).err
 
-    def test_the_way_out_is_told(self):
-        refused(run_folders("day", "cam"), "beside and in class folders", "--unlabelled")
+    def test_advice_is_given(self):
+        assert_error(run_folders("day", "cam"), "beside and in class folders", "--unlabelled")
         Path("cam/first.png").unlink()
-        refused(run_folders("day", "cam"), "'2024-01-01' (12 images", "--unlabelled cam")
+        assert_error(run_folders("day", "cam"), "'2024-01-01' (12 images", "--unlabelled cam")
 
-    def test_a_stream_file_says_it(self):
+    def test_stream_file_can_say_so(self):
         domains = "[domains]\nday = 'day'\ncam = { path = 'cam', unlabelled = true }\nwild = { path = 'wild' }\n"
         Path("yard.toml").write_text(f"order = ['day', 'cam', 'wild']\n{domains}")
-        worked(ratp("run", "yard.toml", "--out", "run", "--method", "source-only", *OPTIONS))
+        assert_ok(ratp("run", "yard.toml", "--out", "run", "--method", "source-only", *OPTIONS))
         assert len(rows_of("cam")) == 25
         assert len(rows_of("wild")) == 12
 
-    def test_it_counts_only_where_it_changes_something(self):
+    def test_option_matters_only_where_it_changes_something(self):
         """A run on images that have no folders goes on, whether they are called unlabelled or not."""
-        worked(run_folders("day", "wild"))
-        worked(run_folders("day", "wild", more=("--unlabelled", "wild")))
+        assert_ok(run_folders("day", "wild"))
+        assert_ok(run_folders("day", "wild", more=("--unlabelled", "wild")))
         request = RunRequest("folders", source="day", targets=["cam", "wild"])
         plans = [resolve(replace(request, unlabelled=names)) for names in ((), "cam", [Path("cam")], ["cam", "wild"])]
         digests = [plan.digest() for plan in plans]
@@ -281,7 +281,7 @@ class TestFoldersThatAreNoClasses:
         assert len({*digests}) == 3
 
     @pytest.mark.parametrize(
-        ("words", "told"),
+        ("words", "expected"),
         [
             (["folders", "--unlabelled", "day"], "the source 'day' needs its labels"),
             (["folders", "--unlabelled", "cma"], "unknown target in --unlabelled: 'cma'. Did you mean 'cam'?"),
@@ -289,6 +289,6 @@ class TestFoldersThatAreNoClasses:
             (["demo", "--unlabelled", "photo"], "demo comes with its labels"),
         ],
     )
-    def test_mistakes(self, words, told):
+    def test_mistakes(self, words, expected):
         own = ["--source", "day", "--targets", "cam"] if words[0] == "folders" else []
-        refused(ratp("run", *words, *own, "--out", "run"), told)
+        assert_error(ratp("run", *words, *own, "--out", "run"), expected)

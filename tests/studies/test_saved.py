@@ -46,7 +46,7 @@ def never_planned(monkeypatch):
 
 @pytest.mark.usefixtures("never_planned")
 @pytest.mark.parametrize("by_folder", [True, False])
-def test_it_is_restored_as_it_was_planned(study, by_folder):
+def test_restored_as_planned(study, by_folder):
     restored = open_study("runs") if by_folder else open_study("tiny.toml", Path("runs"))
     assert restored == study
     assert restored.results() == study.results()
@@ -72,7 +72,7 @@ def test_file_and_folder_may_move_together(study, tmp_path, monkeypatch):
         lambda: Path("runs/study.json").unlink(),
     ],
 )
-def test_it_is_planned_again_when_something_changed(study, change):
+def test_changed_study_is_planned_again(study, change):
     change()
     found = open_study("tiny.toml", Path("runs"))
     assert found == read_study("tiny.toml", Path("runs"))
@@ -95,7 +95,7 @@ def test_other_weights_and_other_code_count_as_changes(study, monkeypatch):
         {"sources": []},
     ],
 )
-def test_a_damaged_record_is_not_used(study, damage):
+def test_damaged_record_is_ignored(study, damage):
     path = Path("runs/study.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
     assert open_study("runs").entries[0].planned
@@ -117,13 +117,13 @@ def test_a_folder_without_a_study(study, tmp_path):
         open_study("nowhere.toml")
 
 
-def test_what_may_not_be_read_is_planned(study, monkeypatch):
+def test_unreadable_record_is_planned_again(study, monkeypatch):
     unreadable(monkeypatch, "study.json")
     assert open_study("tiny.toml", Path("runs")).entries[0].planned
 
 
 @pytest.mark.usefixtures("study")
-def test_looking_runs_no_code_of_the_study_and_imports_no_torch():
+def test_status_runs_no_study_code_and_imports_no_torch():
     script = (
         "import sys\nfrom ratp.studies.saved import open_study\n"
         "study = open_study('runs')\nprint(len(study.states()), len(study.results().runs))\n"

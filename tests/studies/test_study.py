@@ -20,7 +20,7 @@ import torch
 
 import ratp.studies.file
 from helpers import accuracy_of, files_of, no_processes, unreadable
-from own_images import images, put
+from own_images import image_files, write_files
 from ratp._core.files import write_tensors
 from ratp._core.locks import LOCK_FILE, exclusive, is_held
 from ratp.config import as_dict
@@ -41,7 +41,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 NO_WEIGHTS = RunRequest(device="cpu", weights="none")
 
 
-def planned(text, folder=None, name="study.toml"):
+def plan_study(text, folder=None, name="study.toml"):
     """The study of a text, in the current folder."""
     Path(name).write_text(text, encoding="utf-8")
     return read_study(name, folder, NO_WEIGHTS)
@@ -57,7 +57,7 @@ class TestFiles:
     def test_the_examples_of_the_documentation(self):
         blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", ratp.studies.file.__doc__, flags=re.M)
         (example,) = [textwrap.dedent(block) for block in blocks if block.strip()]
-        study = planned(example)
+        study = plan_study(example)
         assert study.title == "RaTP and SHOT, two orders"
         # two methods and a variant in two orders with two seeds; of the second grid, one is among them
         assert len(study.entries) == 3 * 2 * 2 + 2
@@ -104,13 +104,13 @@ class TestFiles:
     def test_tables_within_tables_are_dotted_names(self):
         text = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
         spellings = ["set = { pca.weight = 0.5 }", 'set = { "pca.weight" = 0.5 }', "[grid.set]\npca.weight = 0.5"]
-        names = {planned(text + spelling).entries[0].name for spelling in spellings}
+        names = {plan_study(text + spelling).entries[0].name for spelling in spellings}
         assert len(names) == 1
-        assert as_dict(planned(text + spellings[0]).entries[0].plan.config)["pca.weight"] == 0.5
+        assert as_dict(plan_study(text + spellings[0]).entries[0].plan.config)["pca.weight"] == 0.5
 
     def test_lists_are_values_too(self):
         """Of a switch, and of a sweep."""
-        study = planned(
+        study = plan_study(
             grid('methods = ["ratp"]', "sweep = { randmix.kernel_sizes = [[3, 5], [7]] }")
             + grid('methods = ["ratp"]').replace("set = {", "set = { randmix.kernel_sizes = [3, 5],")
         )
@@ -121,11 +121,11 @@ class TestFiles:
     def test_all_methods(self):
         from ratp.methods import METHODS
 
-        study = planned(grid('methods = ["all"]'))
+        study = plan_study(grid('methods = ["all"]'))
         assert [entry.plan.method.name for entry in study.entries] == list(METHODS)
 
     def test_a_variant_changes_what_its_grid_says(self):
-        study = planned(grid('variant = [{ name = "more", method = "ratp", set = { steps = 9, pca.scale = 8 } }]'))
+        study = plan_study(grid('variant = [{ name = "more", method = "ratp", set = { steps = 9, pca.scale = 8 } }]'))
         assert (study.entries[0].plan.recipe.steps, study.entries[0].plan.recipe.batch) == (9, 8)
 
     def test_files_are_named_as_seen_from_the_study(self, tmp_path):
@@ -141,19 +141,19 @@ class TestFiles:
         with pytest.raises(ConfigError, match=r"yard\.toml: \[domains\] must name"):
             read_study(study_file(tmp_path / "far", grid('methods = ["ratp"]', stream="yard.toml")))
 
-    def test_what_some_editors_write_first(self):
+    def test_byte_order_mark(self):
         Path("study.toml").write_bytes(b"\xef\xbb\xbf" + grid('methods = ["ratp"]').encode())
         assert len(read_study("study.toml").entries) == 1
 
     def test_names_are_single_lines(self):
-        study = planned('title = "one\\ntwo"\n' + grid('variant = [{ name = "a\\n  b", method = "ratp" }]'))
+        study = plan_study('title = "one\\ntwo"\n' + grid('variant = [{ name = "a\\n  b", method = "ratp" }]'))
         assert (study.title, study.entries[0].rows[0].label) == ("one two", "a b")
 
     def test_grids_may_have_titles(self):
-        study = planned(grid('methods = ["ratp"]') + grid('title = "three\\nfour"\nmethods = ["tent"]'))
+        study = plan_study(grid('methods = ["ratp"]') + grid('title = "three\\nfour"\nmethods = ["tent"]'))
         assert study.titles == study.results().titles == {1: "three four"}
         with pytest.raises(ConfigError, match="grid 1: title must be a text"):
-            planned(grid('title = 3\nmethods = ["ratp"]'))
+            plan_study(grid('title = 3\nmethods = ["ratp"]'))
 
 
 DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
@@ -161,7 +161,7 @@ DIGITS = '[[grid]]\nstream = "digits"\nmethods = ["ratp"]\n'
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        ("text", "told"),
+        ("text", "expected"),
         [
             ('titel = "x"\n' + DIGITS, ["unknown key 'titel'", "'title'"]),
             ("title = 5\n" + DIGITS, ["title must be a text, got 5"]),
@@ -237,17 +237,17 @@ class TestMistakes:
             ("seeds = [1]\nseeds = [2]", ["not valid TOML"]),
         ],
     )
-    def test_one(self, text, told):
+    def test_each_mistake_is_reported(self, text, expected):
         with pytest.raises(ConfigError) as error:
-            planned(text)
+            plan_study(text)
         (problem,) = error.value.problems
         assert problem.startswith("study.toml")
-        for part in told:
+        for part in expected:
             assert part in problem, problem
         assert "\n" not in problem
 
-    def test_all_at_once(self):
-        """A mistake hides no other, and one that many runs share is told once."""
+    def test_all_mistakes_are_reported(self):
+        """A mistake hides no other, and one shared by many runs is reported once."""
         text = """
             titel = "x"
             [[grid]]
@@ -275,7 +275,7 @@ class TestMistakes:
             methods = ["tnt"]
         """
         with pytest.raises(ConfigError) as error:
-            planned(textwrap.dedent(text))
+            plan_study(textwrap.dedent(text))
         found = list(error.value.problems)
         parts = (
             "unknown key 'titel'",
@@ -305,7 +305,7 @@ class TestMistakes:
             assert len([problem for problem in found if part in problem]) == 1, (part, found)
         assert len(found) == len(parts)
 
-    def test_what_was_not_in_the_file_is_not_laid_to_it(self):
+    def test_mistakes_outside_the_file_are_not_blamed_on_it(self):
         Path("study.toml").write_text(DIGITS + "sed = 1")
         with pytest.raises(ConfigError) as error:
             read_study("study.toml", base=RunRequest(device="gpu", precision="half"))
@@ -316,31 +316,31 @@ class TestMistakes:
 
     def test_one_run_in_two_precisions(self, monkeypatch):
         """Their runs would get the same directory, and tables one number for both."""
-        monkeypatch.setattr("ratp.runs.plan.find_precision", lambda asked, device: asked)
+        monkeypatch.setattr("ratp.runs.plan.find_precision", lambda requested, device: requested)
         both = (f'{DIGITS}precision = "{name}"\n' for name in ("tf32", "bf16"))
         with pytest.raises(ConfigError, match="grid 2: two grids request the same run in tf32 and bf16"):
-            planned("".join(both))
+            plan_study("".join(both))
 
     def test_two_streams_of_one_name(self):
         """Their runs would get the same directory."""
         for folder in ("a", "b"):
             for seed, name in enumerate(("ink", "mud")):
-                put(Path(folder) / "yard" / name, images(count=1, seed=seed))
+                write_files(Path(folder) / "yard" / name, image_files(count=1, seed=seed))
         line = 'methods = ["ratp"]\norders = ["ink>mud"]\n'
         with pytest.raises(ConfigError, match="grid 2: two streams are called 'yard'"):
-            planned(f'[[grid]]\nstream = "a/yard"\n{line}[[grid]]\nstream = "b/yard"\n{line}')
-        assert len(planned(f'[[grid]]\nstream = "a/yard"\n{line}' * 2).entries) == 1
+            plan_study(f'[[grid]]\nstream = "a/yard"\n{line}[[grid]]\nstream = "b/yard"\n{line}')
+        assert len(plan_study(f'[[grid]]\nstream = "a/yard"\n{line}' * 2).entries) == 1
 
-    def test_files_that_are_none(self):
+    def test_invalid_files(self):
         Path("folder").mkdir()
         Path("latin").write_bytes('title = "\xe9"'.encode("latin-1"))
-        for name, told in {
+        for name, expected in {
             "nowhere.toml": "cannot read the study nowhere.toml: No such file",
             "folder": "cannot read the study folder: Is a directory",
             "latin": "latin is not UTF-8 text",
             "x" * 300: "File name too long",
         }.items():
-            with pytest.raises(ConfigError, match=told):
+            with pytest.raises(ConfigError, match=expected):
                 read_study(name)
 
 
@@ -350,7 +350,7 @@ class TestNames:
     BASE = 'seeds = [1]\nmethods = ["ratp"]\norders = ["default"]'
 
     def name(self, old="", new="", text=None):
-        (entry,) = planned(grid(self.BASE).replace(old, new) if text is None else text).entries
+        (entry,) = plan_study(grid(self.BASE).replace(old, new) if text is None else text).entries
         return entry.name
 
     @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ class TestNames:
             ('"demo"', '"digits"'),
         ],
     )
-    def test_what_changes_it(self, old, new):
+    def test_changes_that_rename_a_run(self, old, new):
         assert self.name(old, new) != self.name()
 
     @pytest.mark.parametrize(
@@ -379,19 +379,19 @@ class TestNames:
             grid(BASE).replace("set = {", "set = { pca.weight = 1.0,"),
         ],
     )
-    def test_what_does_not(self, text):
-        usual = planned(grid(self.BASE)).entries[0]
+    def test_changes_that_keep_a_run_name(self, text):
+        usual = plan_study(grid(self.BASE)).entries[0]
         assert as_dict(usual.plan.config)["pca.weight"] == 1.0
         assert self.name(text=text) == usual.name
 
-    def test_the_order_of_grids_does_not(self):
+    def test_order_of_grids_keeps_run_names(self):
         first, second = grid(self.BASE), grid('methods = ["shot", "tent"]')
-        there, back = planned(first + second), planned(second + first)
+        there, back = plan_study(first + second), plan_study(second + first)
         assert {entry.name for entry in there.entries} == {entry.name for entry in back.entries}
         assert [entry.name for entry in there.entries] != [entry.name for entry in back.entries]
 
-    def test_a_run_of_two_grids_is_made_once_and_shown_twice(self):
-        study = planned(
+    def test_run_of_two_grids_runs_once_and_shows_twice(self):
+        study = plan_study(
             grid('methods = ["ratp", "shot"]', "seeds = [1, 2]")
             + grid('variant = [{ name = "baseline", method = "shot" }]', "seeds = [2, 3]")
         )
@@ -403,8 +403,8 @@ class TestNames:
 
     def test_the_file_names_the_folder(self):
         text = grid(self.BASE)
-        assert planned(text, name="my study.toml").folder == Path("runs/studies/my_study")
-        assert planned(text, Path("elsewhere")).entries[0].folder.parent == Path("elsewhere")
+        assert plan_study(text, name="my study.toml").folder == Path("runs/studies/my_study")
+        assert plan_study(text, Path("elsewhere")).entries[0].folder.parent == Path("elsewhere")
 
 
 WILD = 'variant = [{ name = "wild", method = "source-only", set = { lr = 1e30 } }]'
@@ -417,8 +417,8 @@ def runs_of(study):
 
 
 @dataclass
-class Made:
-    """A study that was made, what was told at the end of every run, and how many runs held images at once."""
+class FinishedStudy:
+    """A finished study, the result reported for every run, and how many runs held images at once."""
 
     study: Study
     ends: dict[str, RunRecord | RatpError] = field(default_factory=dict)
@@ -426,36 +426,39 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def finished_study(tmp_path_factory):
     """A study of three runs; the first fails."""
     folder = tmp_path_factory.mktemp("made")
     path = study_file(folder, grid(WILD, "seeds = [1]"), TWO)
-    made = Made(read_study(path, folder / "runs", NO_WEIGHTS))
-    made.study.claim()
+    finished = FinishedStudy(read_study(path, folder / "runs", NO_WEIGHTS))
+    finished.study.claim()
 
     def look(run, event):
         if isinstance(event, StageStarted):
-            made.held.append(sum("stream" in item.__dict__ for item in runs_of(made.study)))
+            finished.held.append(sum("stream" in item.__dict__ for item in runs_of(finished.study)))
 
     with no_processes():
         run_study(
-            made.study, at_once=1, on_event=look, on_end=lambda entry, result: made.ends.update({entry.name: result})
+            finished.study,
+            at_once=1,
+            on_event=look,
+            on_end=lambda entry, result: finished.ends.update({entry.name: result}),
         )
-    return made
+    return finished
 
 
 @pytest.fixture
-def study(made, tmp_path):
+def study(finished_study, tmp_path):
     """A copy of it, to do with as one likes."""
-    shutil.copytree(made.study.folder, tmp_path / "runs")
-    return read_study(made.study.path, tmp_path / "runs", NO_WEIGHTS)
+    shutil.copytree(finished_study.study.folder, tmp_path / "runs")
+    return read_study(finished_study.study.path, tmp_path / "runs", NO_WEIGHTS)
 
 
 class TestStates:
-    def test_one_that_fails_does_not_stop_the_others(self, made):
-        study, told = made.study, made.ends
+    def test_failed_run_does_not_stop_the_others(self, finished_study):
+        study, ends = finished_study.study, finished_study.ends
         assert list(study.states().values()) == ["failed", "finished", "finished"]
-        wild, first, second = (told[entry.name] for entry in study.entries)
+        wild, first, second = (ends[entry.name] for entry in study.entries)
         assert isinstance(wild, TrainingError)
         assert isinstance(first, RunRecord)
         assert second.matrix.complete
@@ -463,22 +466,22 @@ class TestStates:
         assert study.entries[0].record() is None
         assert study.entries[1].record() == first
 
-    def test_nothing_there_yet(self, tmp_path, made):
-        study = read_study(made.study.path, tmp_path / "new", NO_WEIGHTS)
+    def test_no_results_yet(self, tmp_path, finished_study):
+        study = read_study(finished_study.study.path, tmp_path / "new", NO_WEIGHTS)
         assert {*study.states().values()} == {"waiting"}
         assert not (tmp_path / "new").exists()
 
     def test_a_finished_run_is_never_repeated(self, study):
-        """Nothing in its directory changes, and nobody is told that it ended."""
+        """Its directory does not change, and its end is not reported."""
         before = {entry.name: traces(entry.folder) for entry in study.entries[1:]}
-        told = []
+        reported = []
         for _ in range(2):
-            run_study(study, at_once=1, on_end=lambda entry, result: told.append(entry.name))
+            run_study(study, at_once=1, on_end=lambda entry, result: reported.append(entry.name))
         assert {entry.name: traces(entry.folder) for entry in study.entries[1:]} == before
-        assert {*told} == {study.entries[0].name}
+        assert {*reported} == {study.entries[0].name}
 
-    def test_one_that_is_made_now(self, study):
-        """It is left to whoever makes it; once that stops, it goes on from there."""
+    def test_run_in_progress(self, study):
+        """The other process keeps it; once that stops, the run resumes from there."""
         entry = study.entries[1]
         undisturbed = files_of(entry.folder)
         shutil.rmtree(entry.folder)
@@ -499,20 +502,20 @@ class TestStates:
             assert files_of(entry.folder)[name] == undisturbed[name]
 
     @pytest.mark.faults(17, "two processes at one study share its runs")
-    def test_two_at_the_same_study(self, study):
+    def test_two_processes_share_a_study(self, study):
         """The second finds a run under way that was waiting when it looked; that is no failure."""
         entry, other = study.entries[1:]
         for gone in (entry, other):
             shutil.rmtree(gone.folder)
-        told = {}
+        reported = {}
         current = Run(other.plan, other.folder).events()
 
         def begin(run, event):
             if run.folder == entry.folder and not is_held(other.folder):
                 next(current)
 
-        run_study(study, at_once=1, on_event=begin, on_end=lambda entry, result: told.update({entry.name: result}))
-        assert "in use by" in str(told[other.name])
+        run_study(study, at_once=1, on_event=begin, on_end=lambda entry, result: reported.update({entry.name: result}))
+        assert "in use by" in str(reported[other.name])
         assert list(study.states().values()) == ["failed", "finished", "running"]
         current.close()
         assert list(study.states().values()) == ["failed", "finished", "interrupted"]
@@ -520,7 +523,7 @@ class TestStates:
     @pytest.mark.parametrize(
         ("left", "at_once"), [(1, 1), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((1, 2), (2, 1), (2, 2)))]
     )
-    def test_a_run_is_made_the_same_however_many_there_are(self, study, left, at_once):
+    def test_result_is_independent_of_other_runs(self, study, left, at_once):
         """On a processor each has one thread: threads decide the last bits."""
         kept = [(entry.folder / "weights.safetensors").read_bytes() for entry in study.entries[1 : 1 + left]]
         for entry in study.entries[1 : 1 + left]:
@@ -537,15 +540,15 @@ class TestStates:
         path.unlink()
         if content is not None:
             path.write_text(content)
-        told = study.reason(entry, study.state(entry))
-        assert f"Move {entry.folder} away or remove it" in told
+        message = study.reason(entry, study.state(entry))
+        assert f"Move {entry.folder} away or remove it" in message
         run_study(study, at_once=1)
-        assert (study.state(entry), study.reason(entry, "failed")) == ("failed", told)
+        assert (study.state(entry), study.reason(entry, "failed")) == ("failed", message)
         shutil.rmtree(entry.folder)
         run_study(study, at_once=1)
         assert study.state(entry) == "finished"
 
-    def test_a_failed_run_is_tried_again_and_the_failure_forgotten(self, study):
+    def test_failed_run_is_retried_and_failure_cleared(self, study):
         entry = study.entries[1]
         kept = accuracy_of(entry.folder)
         shutil.rmtree(entry.folder)
@@ -563,14 +566,14 @@ class TestStates:
         shutil.rmtree(entry.folder)
         assert study.state(entry) == "waiting"
 
-    def test_a_failure_that_cannot_be_forgotten(self, study):
+    def test_failure_that_cannot_be_cleared(self, study):
         (file,) = (study.folder / "failures").iterdir()
         file.unlink()
         file.mkdir()
         with pytest.raises(RunDirectoryError, match=f"cannot write {re.escape(str(file))}"):
             study.clear_failure(study.entries[0])
 
-    def test_a_reason_that_is_gone(self, study):
+    def test_missing_failure_reason(self, study):
         (file,) = (study.folder / "failures").iterdir()
         for content in ("", "{}", "[]", '{"error": " "}'):
             file.write_text(content)
@@ -594,7 +597,7 @@ class TestStates:
     @pytest.mark.parametrize("name", ["journal.jsonl", "environment.json"])
     @pytest.mark.parametrize("content", [None, "[]\n[]\n", "broken\n{}\n"])
     @pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
-    def test_a_finished_run_that_is_damaged_is_reported_as_missing_and_mended(self, study, name, content):
+    def test_damaged_finished_run_is_reported_missing_and_rerun(self, study, name, content):
         entry, whole = study.entries[1:]
         before = accuracy_of(entry.folder)
         (entry.folder / name).unlink() if content is None else (entry.folder / name).write_text(content)
@@ -619,7 +622,7 @@ class TestStates:
         assert list(both.states().values()) == ["failed", "finished", "finished"]
         assert "nowhere" in both.reason(both.entries[0], "failed")
 
-    def test_one_that_goes_on_and_is_stopped_has_not_failed(self, study, monkeypatch):
+    def test_resumed_and_stopped_run_has_not_failed(self, study, monkeypatch):
         wild = study.entries[0]
 
         def stop(run, event):
@@ -663,15 +666,15 @@ class TestClaim:
         moved.claim()
         assert json.loads((moved.folder / "study.json").read_text())["file"] == "../../tiny.toml"
 
-    def test_a_new_one_is_made(self, made, tmp_path):
-        study = read_study(made.study.path, tmp_path / "a" / "b", NO_WEIGHTS)
+    def test_new_folder_is_created(self, finished_study, tmp_path):
+        study = read_study(finished_study.study.path, tmp_path / "a" / "b", NO_WEIGHTS)
         study.claim()
         about = json.loads((tmp_path / "a" / "b" / "study.json").read_text())
         assert (study.folder / about.pop("file")).samefile(study.path)
         assert about.keys() == {"schema", "study", "title", "sources", "plan"}
         assert (about["schema"], about["study"], about["title"]) == (1, "tiny", "Tiny runs")
 
-    def test_another_study_s_folder(self, study, tmp_path):
+    def test_folder_of_another_study(self, study, tmp_path):
         other = read_study(study_file(tmp_path, TWO, name="other.toml"), study.folder, NO_WEIGHTS)
         before = traces(study.folder)
         with pytest.raises(RunDirectoryError, match=r"belongs to the study 'tiny', not to 'other'.*--out"):
@@ -691,30 +694,30 @@ class TestClaim:
         assert states.pop(finished.folder.name) == "finished"
         assert set(states.values()) == {"waiting"}
         (there / "study.json").unlink()
-        put(there, {"a.jpg": b"mine"})
+        write_files(there, {"a.jpg": b"mine"})
         with pytest.raises(RunDirectoryError, match=r"holds other files \(a.jpg\) and no study"):
             moved.claim()
 
-    def test_a_folder_with_a_report(self, made, tmp_path):
-        """It can be written before any run is made, of results known from elsewhere."""
-        folder = put(tmp_path / "runs", {"report/index.html": b"<p>"})
-        read_study(made.study.path, folder, NO_WEIGHTS).claim()
+    def test_a_folder_with_a_report(self, finished_study, tmp_path):
+        """It can be written from known results before any run starts."""
+        folder = write_files(tmp_path / "runs", {"report/index.html": b"<p>"})
+        read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert (folder / "study.json").exists()
 
-    def test_a_folder_with_other_files(self, made, tmp_path):
-        folder = put(tmp_path / "photos", {"a.jpg": b"mine", "b/c.jpg": b"mine"})
+    def test_a_folder_with_other_files(self, finished_study, tmp_path):
+        folder = write_files(tmp_path / "photos", {"a.jpg": b"mine", "b/c.jpg": b"mine"})
         before = traces(folder)
         with pytest.raises(RunDirectoryError, match=r"holds other files \(a.jpg, b\) and no study.*--out"):
-            read_study(made.study.path, folder, NO_WEIGHTS).claim()
+            read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert traces(folder) == before
 
-    def test_what_a_killed_writer_left_is_no_other_file(self, made, tmp_path):
-        folder = put(tmp_path / "runs", {".study.json.part-x1y2": b"{"})
-        read_study(made.study.path, folder, NO_WEIGHTS).claim()
+    def test_leftovers_of_killed_writer_are_not_foreign(self, finished_study, tmp_path):
+        folder = write_files(tmp_path / "runs", {".study.json.part-x1y2": b"{"})
+        read_study(finished_study.study.path, folder, NO_WEIGHTS).claim()
         assert (folder / "study.json").exists()
 
     @pytest.mark.parametrize("content", ["", "{", "[]"])
-    def test_a_damaged_mark(self, study, content):
+    def test_damaged_marker(self, study, content):
         (study.folder / "study.json").write_text(content)
         with pytest.raises(RunDirectoryError, match=r"study.json is damaged: .*Remove that file: the runs of"):
             study.claim()
@@ -723,22 +726,22 @@ class TestClaim:
         study.claim()
         assert study.states() == before
 
-    def test_a_mark_that_may_not_be_read(self, study, monkeypatch):
+    def test_unreadable_marker(self, study, monkeypatch):
         unreadable(monkeypatch, "study.json")
         with pytest.raises(RunDirectoryError, match=r"study.json: Permission denied\. Make it readable, or choose"):
             study.claim()
 
-    def test_a_folder_that_cannot_be(self, made, tmp_path):
+    def test_unusable_folder(self, finished_study, tmp_path):
         (tmp_path / "file").write_text("mine")
         for folder in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 300), Path("/proc/ratp")):
-            study = read_study(made.study.path, folder, NO_WEIGHTS)
+            study = read_study(finished_study.study.path, folder, NO_WEIGHTS)
             assert {*study.states().values()} == {"waiting"}
             with pytest.raises(RunDirectoryError, match=r"cannot use .* for a study.*--out"):
                 study.claim()
         assert (tmp_path / "file").read_text() == "mine"
 
     @pytest.mark.parametrize("is_finished", [True, False])
-    def test_a_run_of_another_kind_under_a_run_s_name(self, study, is_finished):
+    def test_foreign_run_under_a_run_name(self, study, is_finished):
         """Copied there: it is not taken for the run, and not touched either."""
         _, entry, other = study.entries
         shutil.rmtree(entry.folder)
@@ -756,9 +759,9 @@ class TestClaim:
 
 class TestKnownResults:
     @pytest.fixture
-    def records(self, made, tmp_path):
+    def records(self, finished_study, tmp_path):
         """What was exported from finished runs, read again."""
-        study = made.study
+        study = finished_study.study
         for entry in study.entries[1:]:
             entry.record().export(tmp_path / f"{entry.name}.json")
         return [read_run(tmp_path / f"{entry.name}.json") for entry in study.entries[1:]]
@@ -766,7 +769,7 @@ class TestKnownResults:
     def elsewhere(self, tmp_path, text=TWO):
         return read_study(study_file(tmp_path, text), tmp_path / "elsewhere", NO_WEIGHTS)
 
-    def test_they_stand_for_runs(self, records, tmp_path):
+    def test_known_results_replace_runs(self, records, tmp_path):
         study = self.elsewhere(tmp_path).with_results(records)
         assert {*study.states().values()} == {"finished"}
         study.claim()
@@ -774,7 +777,7 @@ class TestKnownResults:
         assert list(files_of(study.folder)) == ["study.json"]
         assert [entry.record() for entry in study.entries] == records
 
-    def test_the_others_are_made(self, records, tmp_path):
+    def test_remaining_runs_are_run(self, records, tmp_path):
         study = self.elsewhere(tmp_path).with_results(records[1:])
         study.claim()
         assert list(study.states().values()) == ["waiting", "finished"]
@@ -793,7 +796,7 @@ class TestKnownResults:
             TWO.replace("set = {", "set = { lr = 0.25,"),
         ],
     )
-    def test_those_of_other_runs_do_not(self, text, records, tmp_path):
+    def test_results_of_other_runs_do_not_count(self, text, records, tmp_path):
         assert {*self.elsewhere(tmp_path, text).with_results(records).states().values()} == {"waiting"}
 
     def begun_from(self, record, sha256):
@@ -804,7 +807,7 @@ class TestKnownResults:
         ("weights", "standing_in"),
         [("none", [True, False, False]), ("imagenet", [False, True, True]), ("mine", [False, True, False])],
     )
-    def test_where_a_run_starts_from_counts(self, weights, standing_in, records, tmp_path):
+    def test_initial_weights_count(self, weights, standing_in, records, tmp_path):
         """Random numbers are no weights, a file is no other file; the published weights may have come as a file."""
         write_tensors(tmp_path / "mine", {"weight": torch.zeros(1)}, {})
         base = replace(NO_WEIGHTS, weights=weights if weights != "mine" else str(tmp_path / "mine"))
@@ -814,10 +817,10 @@ class TestKnownResults:
         assert [known.entries[0].result is not None for known in found] == standing_in
 
     @pytest.mark.parametrize(
-        ("asked", "standing_in"), [("", [True, True, True]), ('precision = "fp32"\n', [True, False, True])]
+        ("requested", "standing_in"), [("", [True, True, True]), ('precision = "fp32"\n', [True, False, True])]
     )
-    def test_the_precision_counts_if_it_is_asked_for(self, asked, standing_in, records, tmp_path):
-        study = self.elsewhere(tmp_path, TWO.replace("seeds", f"{asked}seeds"))
+    def test_explicit_precision_counts(self, requested, standing_in, records, tmp_path):
+        study = self.elsewhere(tmp_path, TWO.replace("seeds", f"{requested}seeds"))
         unknown = {name: value for name, value in records[0].environment.items() if name != "precision"}
         environments = unknown | {"precision": "fp32"}, unknown | {"precision": "bf16"}, unknown
         found = [study.with_results([replace(records[0], environment=there)]) for there in environments]
@@ -828,44 +831,46 @@ class TestKnownResults:
         switches = {name: value for name, value in record.config["switches"].items() if name != "sgd.momentum"}
         return replace(record, config={**record.config, "switches": switches, **changes})
 
-    def test_those_from_before_there_was_a_switch_do(self, records, tmp_path):
+    def test_results_older_than_a_switch_count(self, records, tmp_path):
         older = [self.older(record) for record in records]
         study = self.elsewhere(tmp_path).with_results(older)
         assert [entry.record() for entry in study.entries] == older
 
-    def test_they_are_told_by_what_differs_from_todays_defaults(self, records, tmp_path):
-        said = [replace(record, config={**record.config, "changed": {"sgd.momentum": 0.125}}) for record in records]
-        study = self.elsewhere(tmp_path).with_results(said)
+    def test_results_are_labelled_by_differences_from_defaults(self, records, tmp_path):
+        changed_records = [
+            replace(record, config={**record.config, "changed": {"sgd.momentum": 0.125}}) for record in records
+        ]
+        study = self.elsewhere(tmp_path).with_results(changed_records)
         changed = [run.changed for run in study.results().records()]
         assert changed == [entry.plan.changed for entry in study.entries]
 
-    def test_but_not_for_runs_that_change_it_or_start_from_another_preset(self, records, tmp_path):
+    def test_older_results_do_not_count_for_changed_runs(self, records, tmp_path):
         changed = TWO.replace("set = {", 'set = { "sgd.momentum" = 0.125,')
         older = [self.older(record) for record in records]
         assert {*self.elsewhere(tmp_path, changed).with_results(older).states().values()} == {"waiting"}
         older = [self.older(record, preset="paper") for record in records]
         assert {*self.elsewhere(tmp_path).with_results(older).states().values()} == {"waiting"}
 
-    def test_unfinished_ones_do_not(self, records, tmp_path):
+    def test_unfinished_results_do_not_count(self, records, tmp_path):
         half = [replace(r, matrix=replace(r.matrix, accuracy=r.matrix.accuracy[:2])) for r in records]
         assert {*self.elsewhere(tmp_path).with_results(half).states().values()} == {"waiting"}
 
-    def test_what_was_run_here_comes_first(self, study, records):
+    def test_local_results_take_precedence(self, study, records):
         known = study.with_results([replace(record, path=Path("elsewhere")) for record in records])
         assert [entry.record().path for entry in known.entries[1:]] == [e.folder for e in study.entries[1:]]
 
-    def test_of_several_the_newest_counts(self, records, tmp_path):
+    def test_newest_of_several_counts(self, records, tmp_path):
         newer = [replace(r, journal=({"event": "stage_finished", "time": "2999-01-01"},)) for r in records]
         study = self.elsewhere(tmp_path).with_results([*newer, *records])
         assert [entry.record() for entry in study.entries] == newer
 
     @pytest.mark.parametrize("earlier", ["2025-01-01T10:00:00+0200", "2025-01-01", "soon", ""])
-    def test_the_newest_is_so_in_every_time_zone(self, earlier, records, tmp_path):
+    def test_newest_is_independent_of_time_zone(self, earlier, records, tmp_path):
         at = {time: replace(records[0], journal=({"time": time},)) for time in (earlier, "2025-01-01T09:00:00+0000")}
         for found in ([*at.values()], [*at.values()][::-1]):
             assert self.elsewhere(tmp_path).with_results(found).entries[0].result is at["2025-01-01T09:00:00+0000"]
 
-    def test_what_was_run_here_needs_none(self, study):
+    def test_local_results_need_no_known_ones(self, study):
         assert list(study.with_results([]).states().values()) == ["failed", "finished", "finished"]
 
 
@@ -898,12 +903,12 @@ class TestImages:
         gc.collect()
         assert not alive()
 
-    def test_two_at_once(self, made):
-        assert 1 <= max(made.held) <= 2
+    def test_two_at_once(self, finished_study):
+        assert 1 <= max(finished_study.held) <= 2
 
 
 class TestIsHeld:
-    def test_it_only_looks(self, tmp_path):
+    def test_checking_does_not_lock(self, tmp_path):
         assert not is_held(tmp_path / "nowhere")
         assert not is_held(tmp_path)
         assert list(tmp_path.iterdir()) == [tmp_path / "here"]
@@ -911,12 +916,12 @@ class TestIsHeld:
             assert is_held(tmp_path)
         assert not is_held(tmp_path)
 
-    def test_who_may_only_read_is_told_too(self, tmp_path):
+    def test_read_only_user_can_check(self, tmp_path):
         with exclusive(tmp_path):
             (tmp_path / LOCK_FILE).chmod(0o444)
             assert is_held(tmp_path)
 
-    def test_to_ask_keeps_nobody_out(self, tmp_path):
+    def test_checking_excludes_nobody(self, tmp_path):
         """Who asks has the lock for an instant; who wants to run then is not refused for that."""
         handle = os.open(tmp_path / LOCK_FILE, os.O_RDONLY | os.O_CREAT)
         fcntl.flock(handle, fcntl.LOCK_SH)  # as is_held does

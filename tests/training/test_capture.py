@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: each made exactly once, with the numbers of steps made by hand."""
+"""Steps as CUDA graphs: each runs exactly once, with the numbers of eager steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Counting(Phase):
 
 
 class TestLoop:
-    def test_a_tick_a_step_and_a_record_at_the_end(self):
+    def test_one_tick_per_step_and_a_final_record(self):
         phase = Counting()
         *ticks, record = train([phase])
         assert [(t.epoch, t.step, t.epoch_done) for t in ticks] == [(e, s, s == 4) for e in (0, 1) for s in range(1, 5)]
@@ -64,14 +64,14 @@ class TestLoop:
         a = [1.0, 1.5, 2.0, 2.5, 5.0, 5.5, 6.0, 6.5]
         assert found == [{"a": value, "b": 2 * value} for value in a]
 
-    def test_means_once_read_stay(self):
+    def test_means_stay_once_read(self):
         ticks = train([Counting()])
         first = next(ticks)
         assert first.means["a"].item() == 1
         next(ticks)
         assert first.means["a"].item() == 1
 
-    def test_means_of_a_tick_gone_by_are_refused(self):
+    def test_means_of_a_past_tick_are_refused(self):
         ticks = train([Counting()])
         first = next(ticks)
         next(ticks)
@@ -81,7 +81,7 @@ class TestLoop:
     def test_a_step_may_return_nothing(self):
         assert all(dict(t.means) == {} for t in train([Counting(names=())]) if isinstance(t, Tick))
 
-    def test_other_names_than_before_are_refused(self):
+    def test_changed_names_are_refused(self):
         phase = Counting()
         ticks = train([phase])
         next(ticks)
@@ -90,17 +90,17 @@ class TestLoop:
             next(ticks)
 
     @pytest.mark.parametrize(
-        ("returned", "told"),
+        ("returned", "expected"),
         [
             ({"total": torch.ones(()), "x": 1.0}, r"one number each: 'x' is 1.0; write torch.tensor\(1.0\)"),
             ({"total": torch.ones(2, 3)}, r"'total' has the shape \(2, 3\)"),
             (None, "scalars by name.*got None"),
         ],
     )
-    def test_what_is_no_scalar_is_refused(self, returned, told):
+    def test_non_scalars_are_refused(self, returned, expected):
         phase = Counting()
         phase.step = lambda: returned
-        with pytest.raises(RatpError, match=told):
+        with pytest.raises(RatpError, match=expected):
             next(train([phase]))
 
     def test_numbers_of_several_types(self):
@@ -110,7 +110,7 @@ class TestLoop:
         assert {name: value.item() for name, value in last.items()} == {"a": 1, "b": 2, "c": 1}
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="it can be captured here")
-    def test_without_a_device_it_goes_on_with_a_warning(self):
+    def test_falls_back_with_a_warning_without_device(self):
         phases = [Counting(), Counting()]
         with pytest.warns(CaptureWarning, match="without CUDA graphs: there is no CUDA device") as caught:
             moments = list(train(phases, capture=True))
@@ -125,7 +125,7 @@ class TestLoop:
         assert device.graphs == []
         assert phase.done == 8
 
-    def test_a_phase_left_half_way_gives_its_graph_back(self, monkeypatch):
+    def test_abandoned_phase_releases_its_graph(self, monkeypatch):
         device = FakeDevice(monkeypatch)
         ticks = train([Counting()], capture=True)
         for _ in range(5):
@@ -212,25 +212,25 @@ class FakeGenerator:
 
 
 class TestStepper:
-    def test_every_step_is_made_exactly_once(self, monkeypatch):
+    def test_every_step_runs_exactly_once(self, monkeypatch):
         device, source = FakeDevice(monkeypatch), FakeGenerator()
-        made = []
-        with stepper(lambda: made.append("recorded" if device.recording else "run"), [source, source]) as step:
+        calls = []
+        with stepper(lambda: calls.append("recorded" if device.recording else "run"), [source, source]) as step:
             for _ in range(WARM_UP + 4):
                 step()
-        assert made == ["run"] * WARM_UP + ["recorded"]
+        assert calls == ["run"] * WARM_UP + ["recorded"]
         (graph,) = device.graphs
         assert graph.log == ["begin", "end", "replay", "replay", "replay", "replay", "reset"]
         assert graph.registered == [source]
         assert [stream.name for stream in device.streams] == ["usual"]
 
     def test_several_steps_become_one_graph(self, monkeypatch):
-        device, made = FakeDevice(monkeypatch), []
-        with stepper(lambda: made.append("recorded" if device.recording else "run"), bunch=4) as step:
+        device, calls = FakeDevice(monkeypatch), []
+        with stepper(lambda: calls.append("recorded" if device.recording else "run"), bunch=4) as step:
             assert [step(10) for _ in range(WARM_UP + 2)] == [1] * WARM_UP + [4, 4]
             assert step(3) == 1  # too few are left
             assert step(4) == 4
-        assert made == ["run"] * WARM_UP + ["recorded"] * 4 + ["run"]
+        assert calls == ["run"] * WARM_UP + ["recorded"] * 4 + ["run"]
         assert device.graphs[0].log == ["begin", "end", "replay", "replay", "replay", "reset"]
 
     @pytest.mark.parametrize(("steps", "bunch"), [(800, 10), (50, 10), (12, 6), (7, 7), (53, 1), (1, 1)])
@@ -240,8 +240,8 @@ class TestStepper:
     def test_an_epoch_has_as_many_steps_as_it_should(self, monkeypatch):
         FakeDevice(monkeypatch)
         *ticks, _ = train([Counting(epochs=3, steps=8)], capture=True)
-        made = [1] * 8 + [8] * 2
-        assert [tick.made for tick in ticks] == made
+        calls = [1] * 8 + [8] * 2
+        assert [tick.made for tick in ticks] == calls
         assert [tick.step for tick in ticks] == [*range(1, 9), 8, 8]
         assert [tick.epoch_done for tick in ticks] == [False] * 7 + [True] * 3
 
@@ -253,7 +253,7 @@ class TestStepper:
         assert device.log == ["aside waits for usual", "step on aside", "usual waits for aside"] * 2
 
     @pytest.mark.parametrize(("beside_others", "free", "waits"), [(False, 0.9, 1), (True, 0.9, 0), (True, 0.1, 1)])
-    def test_others_are_waited_for_only_where_memory_is_short(self, monkeypatch, beside_others, free, waits):
+    def test_waits_for_others_only_when_memory_is_short(self, monkeypatch, beside_others, free, waits):
         device = FakeDevice(monkeypatch)
         device.free = free
         with recording_on("mine") if beside_others else nullcontext(), stepper(lambda: None) as step:
@@ -264,16 +264,16 @@ class TestStepper:
         assert device.graphs[0].log == ["begin", "end", "replay", "replay", "reset"]
 
     @pytest.mark.parametrize("ends", [True, False])
-    def test_what_cannot_be_recorded_is_run(self, monkeypatch, ends):
+    def test_uncapturable_step_is_run(self, monkeypatch, ends):
         device, source = FakeDevice(monkeypatch), FakeGenerator("drawn from")
         device.ends = ends
-        made = []
+        calls = []
 
         def refusing():
             if device.recording:
                 source.state = device.default_generators[0].state = "spoilt"
                 raise RuntimeError("a value was read back\nwith a long story")
-            made.append(device.streams[-1].name)
+            calls.append(device.streams[-1].name)
 
         with stepper(refusing, [source]) as step:
             for _ in range(WARM_UP):
@@ -283,27 +283,27 @@ class TestStepper:
             for _ in range(2):
                 step()
         assert len(caught) == 1
-        assert made == ["aside"] * WARM_UP + ["usual"] * 3
+        assert calls == ["aside"] * WARM_UP + ["usual"] * 3
         assert source.state == "drawn from"
         assert device.default_generators[0].state == "fresh"
         assert [stream.name for stream in device.streams] == ["usual"]
 
-    def test_chance_from_elsewhere_would_be_recorded_too(self, monkeypatch):
+    def test_foreign_generators_would_be_captured_too(self, monkeypatch):
         """A replay would repeat the same numbers for ever."""
-        device, made = FakeDevice(monkeypatch), []
+        device, calls = FakeDevice(monkeypatch), []
         with pytest.warns(CaptureWarning, match="without CUDA graphs: the steps draw from a generator on cpu"):
-            step = stepper(lambda: made.append(1), [FakeGenerator(), torch.Generator()]).__enter__()
-        assert [step(5) for _ in range(WARM_UP + 2)] == made == [1] * (WARM_UP + 2)
+            step = stepper(lambda: calls.append(1), [FakeGenerator(), torch.Generator()]).__enter__()
+        assert [step(5) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
         assert device.graphs == []
 
-    def test_not_to_capture_is_to_call_the_step(self):
-        made = []
-        with stepper(lambda: made.append(1), capture=False, bunch=4) as step:
-            assert [step(4) for _ in range(WARM_UP + 2)] == made == [1] * (WARM_UP + 2)
+    def test_capture_off_calls_the_step(self):
+        calls = []
+        with stepper(lambda: calls.append(1), capture=False, bunch=4) as step:
+            assert [step(4) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
 
 
 class TestThreads:
-    """Several threads, each with streams of its own."""
+    """Several threads, each with its own streams."""
 
     def test_a_thread_records_on_the_stream_it_was_given(self):
         seen, start = {}, threading.Barrier(3)
@@ -324,14 +324,14 @@ class TestThreads:
         assert seen == {k: k.removesuffix(" again") for k in seen}
         assert len(seen) == 9
 
-    def test_all_others_share_one(self, monkeypatch):
+    def test_other_threads_share_one_stream(self, monkeypatch):
         monkeypatch.setattr(capture_module, "_common_stream", lambda device: f"the one of {device}")
         assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
         with recording_on("mine"):
             pass
         assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
 
-    def test_one_records_or_gives_up_a_recording_at_a_time(self, monkeypatch):
+    def test_captures_are_serialised(self, monkeypatch):
         """Replays go on meanwhile."""
         device = FakeDevice(monkeypatch)
         log, recording = [], threading.Event()
@@ -372,7 +372,7 @@ STATIC = [
 class TestObedience:
     """What a step that allows capturing must not do, looked for on the processor."""
 
-    def test_the_watch_sees_it(self):
+    def test_read_back_is_detected(self):
         with ReadBack():
             for wrong in (
                 lambda: torch.ones(()).item(),
@@ -432,7 +432,7 @@ def drive(phases, capture, between=lambda: None):
 
 
 def target_phases(method, domain):
-    """What a method does on a target, told its labels if it is an oracle."""
+    """Phases of a method on a target; an oracle gets the labels."""
     if method.uses_target_labels(method.config):
         return method.labelled_target_phases(domain)
     return method.target_phases(domain.unlabelled())
@@ -442,12 +442,12 @@ def both(method="ratp", stages=2, between=None, **changes):
     """The state and the means after some stages, run by hand and captured."""
     ends = []
     for capture in (False, True):
-        made, source, targets = on_gpu(method, **changes)
-        extra = (lambda made=made, source=source: between(made, source)) if between else (lambda: None)
-        means = drive(made.source_phases(source), capture, extra)
+        learner, source, targets = on_gpu(method, **changes)
+        extra = (lambda calls=learner, source=source: between(calls, source)) if between else (lambda: None)
+        means = drive(learner.source_phases(source), capture, extra)
         for target in targets[: stages - 1]:
-            means += drive(target_phases(made, target), capture, extra)
-        ends.append(({name: tensor.clone() for name, tensor in made.state().items()}, means))
+            means += drive(target_phases(learner, target), capture, extra)
+        ends.append(({name: tensor.clone() for name, tensor in learner.state().items()}, means))
     return ends
 
 
@@ -492,7 +492,7 @@ class TestOnGPU:
         assert_close([plain[1], probed[1]])
 
     def test_new_labels_are_seen(self, monkeypatch):
-        """T2PL is made to find one class in the first epoch and another in the second."""
+        """Forces T2PL to find one class in the first epoch and another in the second."""
 
         def ends(second):
             calls = []
@@ -542,7 +542,7 @@ class TestOnGPU:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def test_a_step_that_reads_back_goes_on_by_hand(self, monkeypatch):
+    def test_step_that_reads_back_falls_back_to_eager(self, monkeypatch):
         phase_type = ratp_module.RaTPPhase
         real, ends = phase_type.step, []
 
@@ -566,7 +566,7 @@ class TestOnGPU:
         monkeypatch.setattr(phase_type, "step", real)
         assert_close(both(stages=1))  # and the next phase can be captured
 
-    def test_the_memory_of_a_graph_comes_back(self):
+    def test_graph_memory_is_released(self):
         method, source, _ = on_gpu()
         drive(method.source_phases(source), True)
         torch.cuda.empty_cache()

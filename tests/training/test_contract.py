@@ -1,4 +1,4 @@
-"""Mistakes in a method of one's own are told as sentences, early, and looking for them changes no result."""
+"""Mistakes in a user's own method are reported early and readably, and the checks change no result."""
 
 from __future__ import annotations
 
@@ -127,20 +127,20 @@ def mine(tmp_path):
     return write
 
 
-def refusal(file, folder):
-    """What is said of a method whose run is refused."""
+def error_of(file, folder):
+    """Returns the error message of a method whose run is refused."""
     with pytest.raises(RatpError) as caught:
         Run(toy_plan(file), folder).execute()
     return str(caught.value)
 
 
-def test_without_a_mistake_it_runs_to_its_end(mine, tmp_path):
+def test_correct_method_runs_to_its_end(mine, tmp_path):
     assert Run(toy_plan(mine()), tmp_path / "run").execute().matrix.complete
     assert [event["statistics"]["stage"] for event in journal_of(tmp_path / "run", "stage_finished")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (SOURCE, "pass", f"source_phases{PHASES}None."),
         (
@@ -186,13 +186,13 @@ def test_without_a_mistake_it_runs_to_its_end(mine, tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_trained_or_written(mine, tmp_path, old, new, told):
-    assert refusal(mine((old, new)), tmp_path / "run") == told
+def test_mistake_is_reported_before_training_or_writing(mine, tmp_path, old, new, expected):
+    assert error_of(mine((old, new)), tmp_path / "run") == expected
     assert not (tmp_path / "run" / "config.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (BEGUN, "pass", f"begin_epoch {NUMBERS}got None."),
         (BEGUN, "return {'lr': 'high'}", f"begin_epoch {NUMBERS}'lr' is 'high'."),
@@ -202,12 +202,12 @@ def test_a_mistake_is_told_before_anything_is_trained_or_written(mine, tmp_path,
         (FINISHED, "return {'end': torch.ones(())}", f"finish {NUMBERS}'end' is tensor(1.); write float(…), or leave"),
     ],
 )
-def test_what_is_recorded_must_be_numbers(mine, tmp_path, old, new, told):
-    assert refusal(mine((old, new)), tmp_path / "run").startswith(told)
+def test_recorded_values_must_be_numbers(mine, tmp_path, old, new, expected):
+    assert error_of(mine((old, new)), tmp_path / "run").startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (
             PREDICT,
@@ -218,18 +218,18 @@ def test_what_is_recorded_must_be_numbers(mine, tmp_path, old, new, told):
         (TARGET, f"{TARGET} if domain.name == 'rehearsal' else 3", f"target_phases{PHASES}3."),
     ],
 )
-def test_a_mistake_that_comes_later_is_told_then(mine, tmp_path, old, new, told):
-    assert refusal(mine((old, new)), tmp_path / "run").startswith(told)
+def test_later_mistake_is_reported_when_it_occurs(mine, tmp_path, old, new, expected):
+    assert error_of(mine((old, new)), tmp_path / "run").startswith(expected)
     assert len(journal_of(tmp_path / "run", "stage_finished")) == 1
 
 
-def test_what_cannot_be_asked_before_training_is_asked_after_it(mine, tmp_path):
+def test_checks_that_need_training_run_after_it(mine, tmp_path):
     """A method may refuse to predict and to adapt as long as it has learnt nothing."""
     unready = "assert self.stage; "
     ready = [(old, unready + old) for old in (PREDICT, TARGET)]
     assert Run(toy_plan(mine(*ready)), tmp_path / "ready").execute().matrix.complete
     wrong = (PREDICT, f"{unready}{PREDICT}[:, :3]")
-    assert refusal(mine(wrong), tmp_path / "wrong") == f"{SCORES}float32 of shape (32, 3)."
+    assert error_of(mine(wrong), tmp_path / "wrong") == f"{SCORES}float32 of shape (32, 3)."
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_what_cannot_be_asked_before_training_is_asked_after_it(mine, tmp_path):
 )
 @pytest.mark.parametrize("save_every", [None, 0.0])
 @pytest.mark.filterwarnings("ignore:mine cannot be saved within a stage, so an interrupted stage starts again")
-def test_what_is_made_at_the_end_of_a_stage_is_not_asked_for_before(mine, tmp_path, changes, save_every):
-    """Nor is it missed when a run is stopped in the middle of a stage, and nobody gave dropout a generator."""
+def test_end_of_stage_values_are_not_checked_early(mine, tmp_path, changes, save_every):
+    """The check also works if a run stops in the middle of a stage and dropout has no generator."""
     file = mine(*changes, ("F.dropout(logits, 0.1)", "logits"))
     Run(toy_plan(file), tmp_path / "whole", save_every=save_every).execute()
     stopped = Run(toy_plan(file), tmp_path / "stopped", save_every=save_every)
@@ -255,14 +255,14 @@ def test_what_is_made_at_the_end_of_a_stage_is_not_asked_for_before(mine, tmp_pa
     assert same_tensors(tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "stopped"))
 
 
-def test_a_network_that_loses_its_numbers_is_noticed_within_the_stage(mine, tmp_path):
+def test_non_finite_network_is_detected_within_the_stage(mine, tmp_path):
     update = "self.optimiser.minimise(loss)"
     spoilt = (update, f"{update}; self.method.network.bottleneck[1].running_var.fill_(torch.inf)")
-    told = refusal(mine(spoilt), tmp_path / "run")
-    assert told.startswith("network.bottleneck.1.running_var holds non-finite values in epoch 0 of stage 0")
+    message = error_of(mine(spoilt), tmp_path / "run")
+    assert message.startswith("network.bottleneck.1.running_var holds non-finite values in epoch 0 of stage 0")
 
 
-def test_methods_driven_by_hand_are_told_the_same(mine):
+def test_methods_driven_by_hand_get_the_same_errors(mine):
     built, source, targets = toy_method(toy_plan(mine((TARGET, "pass"), (PREDICT, f"{PREDICT}[:, :3]"))))
     built.fit_source(source)
     with pytest.raises(ContractError, match="target_phases of mine"):
@@ -275,7 +275,7 @@ class TestSaved:
     """Phases and method save what changes within a stage."""
 
     @pytest.mark.parametrize(
-        ("changes", "told"),
+        ("changes", "expected"),
         [
             ([("batches optimiser labels", "optimiser labels")], "Learn of mine does not save 'batches': a run"),
             ([("batches optimiser labels", "batches optimiser")], "Learn of mine does not save 'labels': a run"),
@@ -300,19 +300,19 @@ class TestSaved:
         ],
         ids=["generator", "labels", "of the method", "unused", "the method itself"],
     )
-    def test_what_is_forgotten_is_named_before_training(self, mine, tmp_path, changes, told):
-        if not told:
+    def test_unsaved_state_is_named_before_training(self, mine, tmp_path, changes, expected):
+        if not expected:
             assert Run(toy_plan(mine(*changes)), tmp_path / "run").execute().matrix.complete
             return
-        assert refusal(mine(*changes), tmp_path / "run").startswith(told)
+        assert error_of(mine(*changes), tmp_path / "run").startswith(expected)
         assert not (tmp_path / "run" / "config.json").exists()
 
-    def test_what_cannot_be_saved_is_named(self, mine, tmp_path):
+    def test_unsaveable_state_is_named(self, mine, tmp_path):
         changes = (
             ("batches optimiser labels", "batches optimiser labels settings"),
             ("self.batches =", "self.settings = object(); self.batches ="),
         )
-        assert "Learn.settings: an object of type object needs state_dict and load_state_dict" in refusal(
+        assert "Learn.settings: an object of type object needs state_dict and load_state_dict" in error_of(
             mine(*changes), tmp_path / "run"
         )
 
@@ -320,22 +320,22 @@ class TestSaved:
 class TestState:
     """It has to hold all that predicts."""
 
-    def test_a_teacher_that_predicts_and_is_not_saved_is_noticed_after_the_first_stage(self, mine, tmp_path):
-        told = refusal(mine(*WITHOUT_TEACHER), tmp_path / "run")
-        assert "state of mine does not hold all that predict needs" in told
-        assert "predict returns other scores for the same images" in told
-        assert "Neither `ratp predict` nor a continued run" in told
+    def test_unsaved_teacher_is_detected_after_first_stage(self, mine, tmp_path):
+        message = error_of(mine(*WITHOUT_TEACHER), tmp_path / "run")
+        assert "state of mine does not hold all that predict needs" in message
+        assert "predict returns other scores for the same images" in message
+        assert "Neither `ratp predict` nor a continued run" in message
         assert not (tmp_path / "run" / "state.safetensors").exists()
 
-    def test_one_that_begins_with_the_first_target_is_noticed_after_it(self, mine, tmp_path):
+    def test_unsaved_teacher_of_targets_is_detected_after_first_target(self, mine, tmp_path):
         late = ("slow.data.lerp_(quick.data, 0.5)", "slow.data.lerp_(quick.data, 0.5 if self.method.stage else 1)")
         as_source = (PREDICT, "return classify(self.teacher if self.stage > 1 else self.network, images, self.scaling)")
-        told = refusal(mine(*WITHOUT_TEACHER, late, as_source), tmp_path / "run")
-        assert "predict returns other scores for the same images" in told
+        message = error_of(mine(*WITHOUT_TEACHER, late, as_source), tmp_path / "run")
+        assert "predict returns other scores for the same images" in message
         assert len(journal_of(tmp_path / "run", "stage_finished")) == 1
 
     @pytest.mark.parametrize(
-        ("mistake", "told"),
+        ("mistake", "expected"),
         [
             ("parts['nobody']", "cannot be restored within a stage from what it saves: KeyError: 'nobody'."),
             ("del self.teacher", "restored within a stage from what it saves: KeyError: 'teacher'."),
@@ -343,22 +343,22 @@ class TestState:
             (f"{TEACHER_TAKEN}; self.stage < 2 or vars(self).pop('teacher')", "predict fails with AttributeError"),
         ],
     )
-    def test_one_that_cannot_be_taken_back_is_noticed(self, mine, tmp_path, mistake, told):
-        assert told in refusal(mine((TEACHER_TAKEN, mistake)), tmp_path / "run")
+    def test_state_that_cannot_be_restored_is_detected(self, mine, tmp_path, mistake, expected):
+        assert expected in error_of(mine((TEACHER_TAKEN, mistake)), tmp_path / "run")
 
-    def test_chance_in_predictions_is_noted_and_refuses_nothing(self, mine, tmp_path):
+    def test_random_predictions_are_noted_but_accepted(self, mine, tmp_path):
         noisy = (PREDICT, f"{PREDICT} + torch.rand(len(images), 1)")
         with pytest.warns(ChanceWarning, match="predict of mine predicts the same images differently each time"):
             assert Run(toy_plan(mine(noisy, *WITHOUT_TEACHER)), tmp_path / "run").execute().matrix.complete
 
-    def test_no_room_for_a_second_method_ends_no_run(self, mine):
+    def test_lack_of_memory_for_the_check_is_tolerated(self, mine):
         def build():
             raise torch.OutOfMemoryError
 
         built, source, _ = toy_method(toy_plan(mine()))
         check_kept(built, build, source, torch.device("cpu"), "fp32")
 
-    def test_looking_changes_no_result(self, mine, tmp_path, monkeypatch):
+    def test_checks_change_no_result(self, mine, tmp_path, monkeypatch):
         """Even if it draws from the generators that all share, when it is built and in training."""
         seeded = "self.idle = torch.nn.Linear(2, 2); random.seed(5); np.random.seed(5); "
         file = mine(
@@ -375,14 +375,14 @@ class TestState:
             random.seed(3)
             np.random.seed(3)
             Run(toy_plan(file), tmp_path / str(looks)).execute()
-            drawn = torch.rand(1).item(), random.random(), np.random.rand()
-            ends.append((tensors_of(tmp_path / str(looks)), drawn))
+            draws = torch.rand(1).item(), random.random(), np.random.rand()
+            ends.append((tensors_of(tmp_path / str(looks)), draws))
         assert same_tensors(ends[0][0], ends[1][0])
         assert ends[0][1] == ends[1][1]
 
 
 @pytest.mark.parametrize("seeds", [["1"], pytest.param(["1", "2"], marks=pytest.mark.slow)])
-def test_on_the_command_line_it_is_one_sentence_a_run(mine, tmp_path, seeds):
+def test_command_line_prints_one_line_per_run(mine, tmp_path, seeds):
     words = [word for seed in seeds for word in ("--seed", seed)]
     options = ("--device", "cpu", *TINY_OPTIONS, *words, "--out", tmp_path / "runs")
     result = ratp("run", "--method", mine(*WITHOUT_TEACHER), *options)

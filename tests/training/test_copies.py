@@ -18,25 +18,25 @@ from ratp.training.phase import train
 COPYING = pytest.mark.parametrize("method", ["shot", "pcl", "gsfda"])
 
 
-def built(method, **changes):
+def build_method(method, **changes):
     return toy_method(toy_plan(method, changes={"augment": True, **changes}))
 
 
 @COPYING
 def test_the_network_sees_twice_the_images(method, monkeypatch):
-    made, source, targets = built(method, r_con=0.0)
+    trainer, source, targets = build_method(method, r_con=0.0)
     seen = []
-    made.network.backbone.register_forward_hook(
+    trainer.network.backbone.register_forward_hook(
         lambda module, inputs, _: seen.append((module.training, len(inputs[0])))
     )
-    batch = made.setting.recipe.batch
-    (phase,) = made.source_phases(source)
+    batch = trainer.setting.recipe.batch
+    (phase,) = trainer.source_phases(source)
     phase.begin()
     phase.begin_epoch(0)
     phase.step()
     assert seen == [(True, 2 * batch)]
     list(train([phase]))
-    (phase,) = made.target_phases(targets[0].unlabelled())
+    (phase,) = trainer.target_phases(targets[0].unlabelled())
     phase.begin()
     phase.begin_epoch(0)
     seen.clear()
@@ -46,35 +46,35 @@ def test_the_network_sees_twice_the_images(method, monkeypatch):
 
 @COPYING
 def test_copies_of_images_nobody_is_confident_about_have_no_influence(method):
-    """Whatever they look like: the step is that of a run without copies."""
+    """The step equals that of a run without copies, whatever the copies look like."""
     ends = []
     for changes in ({"r_con": 1.0}, {"augment": False}):
-        made, _, targets = built(method, **changes)
-        for layer in made.network.modules():  # it draws other numbers for more images
+        trainer, _, targets = build_method(method, **changes)
+        for layer in trainer.network.modules():  # it draws other numbers for more images
             if isinstance(layer, ChannelDropout):
                 layer.probability = 0.0
-        (phase,) = made.target_phases(targets[0].unlabelled())
+        (phase,) = trainer.target_phases(targets[0].unlabelled())
         phase.begin()
         phase.begin_epoch(0)
         record = phase.step()
-        ends.append((record["total"].detach(), dict(made.network.state_dict())))
+        ends.append((record["total"].detach(), dict(trainer.network.state_dict())))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
 
 
 @COPYING
 def test_copies_matter(method):
-    made, source, targets = built(method, r_con=0.0)
-    plain, _, _ = built(method, augment=False)
-    for each in (made, plain):
+    trainer, source, targets = build_method(method, r_con=0.0)
+    plain, _, _ = build_method(method, augment=False)
+    for each in (trainer, plain):
         each.fit_source(source)
         each.adapt(targets[0].unlabelled())
-    assert all_finite(made.state())
-    shared = {name: tensor for name, tensor in made.state().items() if not name.startswith("randmix")}
+    assert all_finite(trainer.state())
+    shared = {name: tensor for name, tensor in trainer.state().items() if not name.startswith("randmix")}
     assert not same_tensors(shared, plain.state())
 
 
 @COPYING
-def test_an_interrupted_run_goes_on_with_the_same_layers(method, tmp_path):
+def test_interrupted_run_resumes_with_the_same_layers(method, tmp_path):
     plan = toy_plan(method, changes={"augment": True, "r_con": 0.3})
     Run(plan, tmp_path / "whole").execute()
     events = Run(plan, tmp_path / "cut").events()
@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on_with_the_same_layers(method, tmp_path):
 @COPYING
 def test_kernels_must_fit(method):
     with pytest.raises(ConfigError, match="kernel of 99 does not fit into images of 32×32"):
-        built(method, **{"randmix.kernel_sizes": "5,99"})
+        build_method(method, **{"randmix.kernel_sizes": "5,99"})
 
 
 @COPYING
@@ -101,6 +101,6 @@ def test_batchnorm_must_be_able_to_leave_images_out(method):
 
 @COPYING
 def test_it_is_off_by_default(method):
-    made, _, _ = toy_method(toy_plan(method))
-    assert made.randmix is None
-    assert not any(name.startswith("randmix") for name in made.state())
+    trainer, _, _ = toy_method(toy_plan(method))
+    assert trainer.randmix is None
+    assert not any(name.startswith("randmix") for name in trainer.state())

@@ -1,4 +1,4 @@
-"""Running a network over images gives the same whatever the chunk, and puts it back as it was."""
+"""Running a network over images gives the same for any chunk size and restores its mode."""
 
 from __future__ import annotations
 

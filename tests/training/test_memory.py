@@ -67,7 +67,7 @@ def test_each_domain_keeps_its_first_picks(selection):
                 assert positions(memory, index, label) == members[picks].tolist()
 
 
-def test_what_is_stored_belongs_together():
+def test_stored_values_belong_together():
     images, labels, features = domain(0, [8, 8])
     memory = Memory(10, 2)
     memory.add(images, labels, features, "herding")
@@ -113,7 +113,7 @@ def test_a_class_without_images_is_skipped():
     assert sorted(set(memory.labels.tolist())) == [0, 2]
 
 
-def test_a_class_cut_short_does_not_hand_its_room_to_others():
+def test_unused_class_slots_are_not_redistributed():
     memory = Memory(20, 2)
     fill(memory, [[2, 30]])
     assert memory.labels.bincount().tolist() == [2, 10]
@@ -130,7 +130,7 @@ def test_storing_leaves_the_domain_alone():
     assert memory.labels.tolist() == [0, 0, 1, 1]
 
 
-def test_a_saved_memory_goes_on_where_it_stopped(tmp_path):
+def test_saved_memory_continues_where_it_stopped(tmp_path):
     straight, resumed = Memory(60, 3), Memory(60, 3)
     for index in range(3):
         case = domain(index, [12, 12, 12])

@@ -31,7 +31,7 @@ def run_of(method, folder):
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_goes_on_with_the_next_step(method, share, tmp_path):
+def test_every_method_resumes_at_the_next_step(method, share, tmp_path):
     ticks = sum(isinstance(event, Trained) for event in run_of(method, tmp_path / "whole").events())
     events, seen = run_of(method, tmp_path / "cut").events(), 0
     for event in events:

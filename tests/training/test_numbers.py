@@ -22,15 +22,15 @@ SIZES = {"epochs": 3, "steps": 4}
 BAD = 7  # an image that ruins every batch it is in
 
 
-def plan_of(method="ratp", precision="fp32", **changes):
+def make_plan(method="ratp", precision="fp32", **changes):
     plan = toy_plan(method, changes={**SIZES, **QUICK.get(method, {}), **changes})
     return replace(plan, precision=precision)
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Makes one image of the targets unusable where a setting is as said; returns the batches drawn before it."""
-    drawn, draw = [], training.Batches.draw
+    """Makes one target image unusable under a given setting; returns the batches drawn before it."""
+    batches, draw = [], training.Batches.draw
 
     def use(in_precision=("fp32", "tf32"), stage=1):
         def poisoned(self, count):
@@ -38,7 +38,7 @@ def poison(monkeypatch):
             if getattr(self, "where", (None, None))[0] != stage or self.where[1] not in in_precision:
                 return batch
             if batch.places.device.type == "cpu":  # a graph that is recorded cannot be looked into
-                drawn.append(batch.places[~batch.replayed].tolist())
+                batches.append(batch.places[~batch.replayed].tolist())
             bad = (batch.places == BAD) & ~batch.replayed
             return batch._replace(images=torch.where(bad[:, None, None, None], torch.nan, batch.images))
 
@@ -50,25 +50,25 @@ def poison(monkeypatch):
 
         monkeypatch.setattr(training.Batches, "__init__", built)
         monkeypatch.setattr(training.Batches, "draw", poisoned)
-        return drawn
+        return batches
 
     return use
 
 
 @pytest.mark.faults(14, "numbers lost in single precision: the batch is named, the stages before it are kept")
 @pytest.mark.parametrize("save_every", [None, 0.0])
-def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_path):
-    Run(plan_of(), tmp_path / "sound").execute()
-    drawn = poison()
+def test_batch_is_named_and_earlier_stages_are_kept(save_every, poison, tmp_path):
+    Run(make_plan(), tmp_path / "sound").execute()
+    batches = poison()
     with pytest.raises(
         TrainingError, match=r"became nan in epoch . of stage 1 \(mud\).*bad-batch-1\.json names.*kept in"
     ) as caught:
-        Run(plan_of(), tmp_path / "run", save_every=save_every).execute()
+        Run(make_plan(), tmp_path / "run", save_every=save_every).execute()
     assert "lr=" in str(caught.value)
     found = read_json(tmp_path / "run" / "bad-batch-1.json")
-    culprit = next(batch for batch in drawn if BAD in batch)
+    culprit = next(batch for batch in batches if BAD in batch)
     assert found["images"] == culprit and BAD in found["images"] and "total" in found["lost"]
-    assert found["epoch"] * SIZES["steps"] + found["step"] == drawn.index(culprit)
+    assert found["epoch"] * SIZES["steps"] + found["step"] == batches.index(culprit)
     (event,) = journal_of(tmp_path / "run", "numbers_lost")
     assert (event["stage"], event["precision"]) == (1, "fp32")
     assert read_json(tmp_path / "run" / "matrix.json")["accuracy"] == [
@@ -76,28 +76,28 @@ def test_the_batch_is_named_and_what_was_before_is_kept(save_every, poison, tmp_
     ]
 
 
-def test_the_same_command_goes_on_once_the_cause_is_gone(poison, monkeypatch, tmp_path):
-    Run(plan_of(), tmp_path / "sound").execute()
+def test_same_command_resumes_once_the_cause_is_fixed(poison, monkeypatch, tmp_path):
+    Run(make_plan(), tmp_path / "sound").execute()
     poison()
     with pytest.raises(TrainingError):
-        Run(plan_of(), tmp_path / "run").execute()
+        Run(make_plan(), tmp_path / "run").execute()
     monkeypatch.undo()
-    Run(plan_of(), tmp_path / "run").execute()
+    Run(make_plan(), tmp_path / "run").execute()
     assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
 
 
 @pytest.mark.faults(14, "numbers lost in fewer bits: the stage is tried once more in fp32, and that is noted")
-def test_a_stage_is_tried_once_more_in_single_precision(poison, tmp_path):
+def test_stage_is_retried_in_single_precision(poison, tmp_path):
     """On a CPU both precisions compute the same: the run must end as one without the accident."""
-    Run(plan_of(), tmp_path / "sound").execute()
+    Run(make_plan(), tmp_path / "sound").execute()
     poison(in_precision=("tf32",))
     with pytest.warns(NumbersWarning, match="retried in fp32"):
-        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+        Run(make_plan(precision="tf32"), tmp_path / "run").execute()
     assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
     finished = journal_of(tmp_path / "run", "stage_finished")
     assert [event.get("precision") for event in finished] == [None, "fp32", None]
     epochs = [e for e in journal_of(tmp_path / "run", "epoch") if e["stage"] == 1]
-    assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # those of the failed attempt are gone
+    assert [e["epoch"] for e in epochs] == list(range(len(epochs)))  # the failed attempt's are removed
 
 
 @pytest.fixture
@@ -130,48 +130,48 @@ def spoil(monkeypatch):
     ],
     ids=["statistics", "weights"],
 )
-def test_weights_that_are_no_numbers_are_not_gone_on_with(tensor_of, value, name, save_every, spoil, tmp_path):
+def test_non_finite_weights_stop_the_stage(tensor_of, value, name, save_every, spoil, tmp_path):
     """With losses that are none later, or never: BatchNorm's statistics are not used while it trains."""
-    Run(plan_of("source-only"), tmp_path / "sound").execute()
-    spoil(tensor_of, value, at_step=SIZES["steps"])  # the last one of an epoch: no loss tells of it
+    Run(make_plan("source-only"), tmp_path / "sound").execute()
+    spoil(tensor_of, value, at_step=SIZES["steps"])  # the last step of an epoch: no loss shows it
     with pytest.warns(NumbersWarning, match=f"{name} holds non-finite values in epoch 0 of stage 0"):
-        Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=save_every).execute()
+        Run(make_plan("source-only", "tf32"), tmp_path / "run", save_every=save_every).execute()
     assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
     found = read_json(tmp_path / "run" / "bad-batch-0.json")
     assert (found["epoch"], found["step"], found["lost"]) == (0, SIZES["steps"] - 1, [name])
 
 
-def test_statistics_that_are_lost_within_an_epoch_name_their_batch(spoil, tmp_path):
+def test_non_finite_statistics_name_their_batch(spoil, tmp_path):
     spoil(lambda network: network.bottleneck[1].running_var, torch.inf, at_step=SIZES["steps"] + 2)
     with pytest.warns(NumbersWarning, match="in epoch 1 of stage 0"):
-        Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=None).execute()
+        Run(make_plan("source-only", "tf32"), tmp_path / "run", save_every=None).execute()
     found = read_json(tmp_path / "run" / "bad-batch-0.json")
     assert (found["epoch"], found["step"]) == (1, 1)
 
 
-def test_a_run_that_is_stopped_with_weights_that_are_no_numbers_keeps_none_of_them(spoil, tmp_path):
+def test_non_finite_weights_are_never_saved_on_stop(spoil, tmp_path):
     spoil(lambda network: network.classifier.weight, torch.nan, at_step=1)
-    events = Run(plan_of("source-only", "tf32"), tmp_path / "run", save_every=3600).events()
+    events = Run(make_plan("source-only", "tf32"), tmp_path / "run", save_every=3600).events()
     next(event for event in events if isinstance(event, Trained))
     events.close()
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(poison, tmp_path):
+def test_stopped_retry_resumes_in_single_precision(poison, tmp_path):
     """What is done of the second attempt is neither lost nor finished in fewer bits."""
-    Run(plan_of(), tmp_path / "sound").execute()
+    Run(make_plan(), tmp_path / "sound").execute()
     poison(in_precision=("tf32",))
-    events = Run(plan_of(precision="tf32"), tmp_path / "run", save_every=3600).events()
-    begun = (event for event in events if isinstance(event, StageStarted) and event.stage == 1)
-    next(begun)
+    events = Run(make_plan(precision="tf32"), tmp_path / "run", save_every=3600).events()
+    start_events = (event for event in events if isinstance(event, StageStarted) and event.stage == 1)
+    next(start_events)
     with pytest.warns(NumbersWarning, match="retried in fp32"):
-        next(begun)
+        next(start_events)
     assert isinstance(next(events), Trained)
     events.close()
     assert torch.backends.cudnn.allow_tf32
     with warnings.catch_warnings():
         warnings.simplefilter("error", NumbersWarning)
-        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+        Run(make_plan(precision="tf32"), tmp_path / "run").execute()
     assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
     finished = journal_of(tmp_path / "run", "stage_finished")
     assert [event.get("precision") for event in finished] == [None, "fp32", None]
@@ -179,25 +179,25 @@ def test_stopped_while_it_is_tried_once_more_it_goes_on_in_single_precision(pois
 
 
 @pytest.mark.parametrize(("first", "then"), [("fp32", "tf32"), ("tf32", "fp32")])
-def test_a_run_that_moves_to_a_device_of_another_precision_was_not_tried_before(first, then, tmp_path):
-    events = Run(plan_of(precision=first), tmp_path / "run", save_every=3600).events()
+def test_precision_change_counts_as_first_try(first, then, tmp_path):
+    events = Run(make_plan(precision=first), tmp_path / "run", save_every=3600).events()
     next(event for event in events if isinstance(event, Trained) and event.stage == 1)
     events.close()
     with pytest.warns(EnvironmentWarning, match=f"{first} → {then}"):
-        Run(plan_of(precision=then), tmp_path / "run").execute()
+        Run(make_plan(precision=then), tmp_path / "run").execute()
     assert [event.get("precision") for event in journal_of(tmp_path / "run", "stage_finished")] == [None] * 3
 
 
-def test_a_statistic_of_a_stage_that_is_no_number_is_left_out(tmp_path, monkeypatch):
+def test_non_finite_stage_statistic_is_omitted(tmp_path, monkeypatch):
     """A mean over nothing, say, of a method of one's own."""
     finish = training.SupervisedPhase.finish
     monkeypatch.setattr(training.SupervisedPhase, "finish", lambda self: {**finish(self), "share": float("nan")})
-    run = Run(plan_of("source-only"), tmp_path / "run")
+    run = Run(make_plan("source-only"), tmp_path / "run")
     assert run.execute().matrix.complete
     assert "share" not in journal_of(tmp_path / "run", "stage_finished")[0]["statistics"]
 
 
-def test_runs_that_begin_meanwhile_leave_single_precision_alone():
+def test_concurrent_runs_keep_single_precision():
     use_precision("tf32")
     with single_precision():
         use_precision("tf32")
@@ -210,9 +210,9 @@ def test_runs_that_begin_meanwhile_leave_single_precision_alone():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_on_a_gpu_too(precision, poison, tmp_path):
+def test_retry_on_gpu(precision, poison, tmp_path):
     poison(in_precision=(precision,))
-    plan = replace(plan_of(precision=precision), device=torch.device("cuda"))
+    plan = replace(make_plan(precision=precision), device=torch.device("cuda"))
     with pytest.warns(NumbersWarning, match="retried in fp32"):
         Run(plan, tmp_path / "run").execute()
     assert BAD in read_json(tmp_path / "run" / "bad-batch-1.json")["images"]
@@ -221,19 +221,19 @@ def test_on_a_gpu_too(precision, poison, tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors_of(tmp_path / "run").values())
 
 
-def test_if_that_fails_too_the_run_stops(poison, tmp_path):
+def test_run_stops_if_the_retry_fails(poison, tmp_path):
     poison()
     with pytest.warns(NumbersWarning), pytest.raises(TrainingError, match="The fp32 retry also failed"):
-        Run(plan_of(precision="tf32"), tmp_path / "run").execute()
+        Run(make_plan(precision="tf32"), tmp_path / "run").execute()
     assert len(read_json(tmp_path / "run" / "matrix.json")["accuracy"]) == 1
 
 
-def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
+def test_non_finite_values_are_never_saved(poison, tmp_path):
     """Stopped by hand in the epoch it happens in, before anybody looked."""
-    drawn = poison()
-    events = Run(plan_of(), tmp_path / "run", save_every=3600).events()
+    batches = poison()
+    events = Run(make_plan(), tmp_path / "run", save_every=3600).events()
     for event in events:
-        if isinstance(event, Trained) and any(BAD in batch for batch in drawn):
+        if isinstance(event, Trained) and any(BAD in batch for batch in batches):
             assert not event.tick.epoch_done, "another image would be better for this test"
             break
     events.close()
@@ -241,22 +241,22 @@ def test_nothing_that_is_no_number_is_ever_saved(poison, tmp_path):
 
 
 @pytest.mark.parametrize("method", each_method())
-def test_every_method_says_what_it_draws(method, tmp_path):
-    run = Run(plan_of(method), tmp_path / "run")
+def test_every_method_reports_its_batches(method, tmp_path):
+    run = Run(make_plan(method), tmp_path / "run")
     for phase in run.method.source_phases(run.stream.source):
         phase.begin()
         phase.begin_epoch(0)
-        with logging_draws() as heard:
+        with logging_draws() as listened:
             phase.step()
-        assert heard.images
-        assert all(0 <= place < len(run.stream.source) for place in heard.images)
+        assert listened.images
+        assert all(0 <= place < len(run.stream.source) for place in listened.images)
 
 
-def test_places_beyond_the_domain_are_of_the_memory():
-    with logging_draws() as heard:
+def test_indices_beyond_the_domain_are_replayed():
+    with logging_draws() as listened:
         log_draw(torch.tensor([0, 5, 2, 3]), own=3)
         log_draw(torch.tensor([1, 4]), own=2, among=torch.tensor([30, 40]))
         log_draw(torch.tensor([9]))
-    assert (heard.images, heard.memory) == ([0, 2, 40, 9], [2, 0, 2])
+    assert (listened.images, listened.memory) == ([0, 2, 40, 9], [2, 0, 2])
     log_draw(torch.tensor([1]))
-    assert heard.images == [0, 2, 40, 9]
+    assert listened.images == [0, 2, 40, 9]

@@ -110,7 +110,7 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
         ("adacon", "bank"),
     ],
 )
-def test_what_is_forgotten_is_found(name, forgotten, monkeypatch):
+def test_unsaved_state_is_detected(name, forgotten, monkeypatch):
     names = state_module._saved_names
     monkeypatch.setattr(state_module, "_saved_names", lambda kind: [one for one in names(kind) if one != forgotten])
     changes = {"sgd.momentum": 0.9} if name in ("shot+", "cotta") else {}

@@ -48,7 +48,7 @@ def is_reused(folder):
 
 
 @pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata", "ratp"])
-def test_the_second_run_takes_the_network_of_the_first_and_ends_with_the_same_bits(method, tmp_path):
+def test_second_run_reuses_the_network_bit_exactly(method, tmp_path):
     first, second = run(tmp_path / "1", method), run(tmp_path / "2", method)
     alone = tmp_path / "alone"
     Run(toy_plan(method), alone).execute()
@@ -58,14 +58,14 @@ def test_the_second_run_takes_the_network_of_the_first_and_ends_with_the_same_bi
     assert (first / "matrix.json").read_bytes() == (second / "matrix.json").read_bytes()
 
 
-def test_methods_with_the_same_beginning_share_it(tmp_path):
+def test_methods_with_the_same_source_stage_share_it(tmp_path):
     run(tmp_path / "1", "source-only")
     assert is_reused(run(tmp_path / "2", "tent"))
     assert not is_reused(run(tmp_path / "3", "shot"))  # smooths its labels
     assert is_reused(run(tmp_path / "4", "bmd"))
 
 
-def test_whatever_it_depends_on_makes_another(tmp_path):
+def test_every_dependency_makes_another_network(tmp_path):
     run(tmp_path / "1")
     source, *targets = toy_domains()
     other = replace(source, images=255 - source.images)
@@ -114,7 +114,7 @@ def in_a_thread(run, notes):
     return thread
 
 
-def test_a_run_waits_for_the_one_that_trains_the_same(tmp_path, cache):
+def test_run_waits_for_the_one_training_the_same(tmp_path, cache):
     first, second = runs_at_once(tmp_path, "source-only", "tent")
     events, notes = until_trained(first), []
     waiting = in_a_thread(second, notes)
@@ -130,7 +130,7 @@ def test_a_run_waits_for_the_one_that_trains_the_same(tmp_path, cache):
 
 
 def found_in_turn(models):
-    """As a run looks for a network, once nobody else trains it."""
+    """Looks for a network as a run does, once no other run trains it."""
     try:
         return models.find({})
     except TakenError as taken:
@@ -139,7 +139,7 @@ def found_in_turn(models):
     return models.find({})
 
 
-def test_of_those_who_come_after_an_early_end_one_trains_and_the_others_wait(tmp_path):
+def test_one_waiter_trains_after_an_early_end(tmp_path):
     first, second, third = (SourceModels(tmp_path, {}) for _ in range(3))
     assert first.find({}) is None
     got, let_go = [], threading.Event()
@@ -165,7 +165,7 @@ def test_of_those_who_come_after_an_early_end_one_trains_and_the_others_wait(tmp
     assert got == ["second", "third"]
 
 
-def test_one_who_waits_sees_what_others_keep_before_the_first_lets_go(tmp_path):
+def test_waiter_sees_the_network_before_the_lock_is_released(tmp_path):
     """A run that was left standing, holding its lock, while another in the same thread trained the network."""
     first, second, third = (SourceModels(tmp_path, {}) for _ in range(3))
     assert first.find({}) is None
@@ -182,7 +182,7 @@ def test_one_who_waits_sees_what_others_keep_before_the_first_lets_go(tmp_path):
     first.release()
 
 
-def test_an_error_of_the_system_while_waiting_is_no_end(tmp_path, monkeypatch):
+def test_system_error_while_waiting_is_tolerated(tmp_path, monkeypatch):
     first, second = runs_at_once(tmp_path, "source-only", "tent")
     events = until_trained(first)
     tries, acquire = [], module.try_acquire
@@ -205,7 +205,7 @@ def test_an_error_of_the_system_while_waiting_is_no_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["given up", "failed"])
-def test_nobody_waits_for_a_run_that_ended_early(how, tmp_path, monkeypatch):
+def test_ended_run_is_not_waited_for(how, tmp_path, monkeypatch):
     first, second = runs_at_once(tmp_path, "source-only", "tent")
     events = until_trained(first)
     waiting = in_a_thread(second, [])
@@ -230,7 +230,7 @@ def test_nobody_waits_for_a_run_that_ended_early(how, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_a_process_that_was_killed(tmp_path, cache):
+def test_killed_process_is_not_waited_for(tmp_path, cache):
     models = SourceModels(cache, {})
     code = f"""
 import time
@@ -248,7 +248,7 @@ time.sleep(600)
     assert models.find({}) is not None
 
 
-def test_a_run_that_waits_says_so_again_and_again_and_can_be_stopped(tmp_path):
+def test_waiting_run_reports_and_can_be_stopped(tmp_path):
     first, second = runs_at_once(tmp_path, "source-only", "tent")
     training = until_trained(first)
 
@@ -269,15 +269,15 @@ def test_a_run_that_waits_says_so_again_and_again_and_can_be_stopped(tmp_path):
     assert is_reused(tmp_path / "1")
 
 
-def test_a_network_that_is_no_numbers_is_not_handed_on(tmp_path):
+def test_non_finite_network_is_not_shared(tmp_path):
     models, other = SourceModels(tmp_path, {}), SourceModels(tmp_path, {})
     assert models.find({}) is None
     models.keep({}, {"tensor": torch.tensor([1.0, torch.inf])})
-    assert other.find({}) is None  # at once: nobody has to wait for it either
+    assert other.find({}) is None  # immediately: no run has to wait for it either
     other.release()
 
 
-def test_runs_with_another_beginning_do_not_wait(tmp_path):
+def test_runs_with_another_source_stage_do_not_wait(tmp_path):
     first, second = runs_at_once(tmp_path, "source-only", "shot")
     events = until_trained(first)
     second.execute()
@@ -285,19 +285,19 @@ def test_runs_with_another_beginning_do_not_wait(tmp_path):
     assert not is_reused(tmp_path / "1")
 
 
-def test_other_code_makes_another(tmp_path, monkeypatch):
+def test_other_code_makes_another_network(tmp_path, monkeypatch):
     run(tmp_path / "1")
     monkeypatch.setattr(module, "code_hash", lambda: "edited")
     assert not is_reused(run(tmp_path / "2"))
 
 
-def test_it_is_not_done_unasked(tmp_path, cache):
+def test_sharing_is_opt_in(tmp_path, cache):
     Run(toy_plan("source-only"), tmp_path / "1").execute()
     assert not cache.exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "foreign"])
-def test_a_damaged_file_is_not_believed(damage, tmp_path, cache):
+def test_damaged_file_is_rejected(damage, tmp_path, cache):
     first = run(tmp_path / "1")
     (file,) = cache.iterdir()
     content = bytearray(file.read_bytes())
@@ -311,18 +311,18 @@ def test_a_damaged_file_is_not_believed(damage, tmp_path, cache):
     second = run(tmp_path / "2")
     assert not is_reused(second)
     assert same_tensors(tensors_of(first), tensors_of(second))
-    assert is_reused(run(tmp_path / "3"))  # written anew
+    assert is_reused(run(tmp_path / "3"))  # written again
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, cache):
+def test_unwritable_folder_is_tolerated(tmp_path, cache):
     cache.mkdir(parents=True)
     cache.chmod(0o500)
     with pytest.warns(NotCachedWarning, match="cannot cache the source network"):
         assert not is_reused(run(tmp_path / "1"))
 
 
-def test_the_oldest_go(tmp_path, monkeypatch):
+def test_oldest_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST", 2)
     models = SourceModels(tmp_path / "kept", {})
     for number in range(4):
@@ -332,7 +332,7 @@ def test_the_oldest_go(tmp_path, monkeypatch):
     assert [models.find({"number": n}) is not None for n in range(4)] == [False, False, True, True]
 
 
-def test_what_killed_writers_left_goes_after_a_day(tmp_path):
+def test_leftovers_of_killed_writers_are_removed_after_a_day(tmp_path):
     models = SourceModels(tmp_path, {})
     old, new = tmp_path / ".x.safetensors.part-1", tmp_path / ".x.safetensors.part-2"
     for leftover in (old, new):
@@ -352,20 +352,20 @@ def test_a_thread_does_not_wait_for_itself(tmp_path):
     assert is_reused(run(tmp_path / "c", seed=1))
 
 
-def test_nobody_waits_for_a_network_that_was_trained_once_more_in_other_numbers(tmp_path, cache, monkeypatch):
+def test_network_retried_in_other_precision_is_not_waited_for(tmp_path, cache, monkeypatch):
     step, lost = training.SupervisedPhase.step, [True]
 
     def poisoned(self):
-        made = step(self)
-        return {name: value * float("nan") for name, value in made.items()} if any(lost) else made
+        loss = step(self)
+        return {name: value * float("nan") for name, value in loss.items()} if any(lost) else loss
 
     monkeypatch.setattr(training.SupervisedPhase, "step", poisoned)
     events = Run(replace(toy_plan("source-only"), precision="tf32"), tmp_path / "run", reuse_source=True).events()
-    begun = (event for event in events if isinstance(event, StageStarted))
-    next(begun)
+    start_events = (event for event in events if isinstance(event, StageStarted))
+    next(start_events)
     assert [*cache.glob("*.lock")]
     with pytest.warns(NumbersWarning):
-        next(begun)
+        next(start_events)
     lost.clear()
     assert not [*cache.glob("*.lock")]
     for _ in events:
@@ -373,7 +373,7 @@ def test_nobody_waits_for_a_network_that_was_trained_once_more_in_other_numbers(
     assert not [*cache.glob("*.safetensors")]
 
 
-def test_a_resumed_run_does_not_need_it(tmp_path, cache):
+def test_resumed_run_does_not_need_the_network(tmp_path, cache):
     first = Run(toy_plan("tent"), tmp_path / "1", reuse_source=True).events()
     for event in first:
         if type(event).__name__ == "StageFinished":

@@ -89,7 +89,7 @@ class TestSupervised:
         assert same_tensors(plain, same)
         assert not same_tensors(plain, smooth)
 
-    def test_the_end_is_the_methods(self, setting):
+    def test_end_record_is_the_methods(self, setting):
         seen = []
 
         def finish(domain):
@@ -163,7 +163,7 @@ def test_exemplars_are_of_every_class(setting):
     assert sorted(memory.labels.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_network_method_takes_its_state_back(setting):
+def test_network_method_restores_its_state(setting):
     one, other = Watcher(setting), Watcher(replace(setting, randomness=Randomness(9)))
     domain = toy_domain("ink")
     one.remember(domain.images, domain.labels)

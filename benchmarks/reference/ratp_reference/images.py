@@ -26,7 +26,7 @@ class ImagesInMemory(Dataset):
 
 
 class ImageFiles(Dataset):
-    """Image files, decoded by Pillow whenever one is asked for."""
+    """Image files, decoded by Pillow on access."""
 
     def __init__(self, paths: Sequence[Path], size: int) -> None:
         self.paths, self.size = list(paths), size

@@ -132,7 +132,7 @@ class Stage:
         self.finish()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Sets the learning rate; on a target, labels all images anew when it is time."""
+        """Sets the learning rate; on a target, relabels all images when due."""
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.recipe.lr, self.config.sgd.schedule, epoch, self.recipe.epochs)
         due = epoch % self.config.refresh == 0 if self.config.refresh else epoch == 0

@@ -35,7 +35,7 @@ def randmix(images: Tensor, draw: Draw, config: RandMixConfig, mean: Tensor, std
 
 
 def autoencode(inputs: Tensor, branch: Branch, kind: str) -> Tensor:
-    """R(x) = dec( l₁(n)·IN(enc(x)) + l₂(n) ), every image with noise n of its own."""
+    """R(x) = dec( l₁(n)·IN(enc(x)) + l₂(n) ), every image with its own noise n."""
     hidden = F.conv2d(inputs, branch.encoder.weight, branch.encoder.bias)
     styled = []
     for row, sample in enumerate(hidden):

@@ -23,7 +23,7 @@ class Kernel:
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The devices that were made the current one."""
+    """Devices set as current."""
     found = []
 
     @contextmanager

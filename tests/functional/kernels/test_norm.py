@@ -15,7 +15,7 @@ EPS, MOMENTUM = 1e-5, 0.3
 def tensors(shape, device, dtype=torch.float32):
     source = torch.Generator().manual_seed(1)
     count, channels = shape[:2]
-    made = {
+    values = {
         "x": 3 * torch.randn(shape, generator=source) + 2,
         "weight": torch.rand(channels, generator=source) + 0.5,
         "bias": torch.randn(channels, generator=source),
@@ -26,7 +26,7 @@ def tensors(shape, device, dtype=torch.float32):
         "mean": torch.randn(channels, generator=source),
         "var": torch.rand(channels, generator=source) + 0.5,
     }
-    return {k: v.to(device, dtype if k in ("x", "add", "dy") else torch.float32) for k, v in made.items()}
+    return {k: v.to(device, dtype if k in ("x", "add", "dy") else torch.float32) for k, v in values.items()}
 
 
 def spread(values, x):
@@ -138,7 +138,7 @@ def test_bfloat16_is_summed_in_single_precision(device):
         torch.testing.assert_close(t[name], exact[name], rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_not_a_number_is_not_hidden(device):
+def test_non_finite_values_are_not_hidden(device):
     from ratp.functional.kernels.norm import infer
 
     t = tensors((2, 3), device)

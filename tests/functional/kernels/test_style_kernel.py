@@ -16,10 +16,10 @@ SIZE = (12, 14)
 def module(device, kernel_sizes=(3, 9, 5)):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = StyleModule(SIZE, kernel_sizes)
+        style_module = StyleModule(SIZE, kernel_sizes)
     with torch.no_grad():
-        made.noise_level.fill_(1.5)
-    return made.to(device)
+        style_module.noise_level.fill_(1.5)
+    return style_module.to(device)
 
 
 def results(style, device, share, layout=torch.contiguous_format):
