@@ -36,14 +36,14 @@ from reproducibility import counts
 ROOT = Path(__file__).parents[1]
 GUARD_KINDS = {
     "good": "real domains that the model knew in part",
-    "strange": "real domains that it hardly knew",
+    "strange": "real domains that the model hardly knew",
     "harmful": "real domains, to its harm",
     "hot": "real domains, learning rate far too large",
     "noise": "noise",
     "blank": "blank images",
     "known class": "a single class of the source",
     "one class": "a single class of a new domain",
-    "unrelated": "unrelated pictures",
+    "unrelated": "unrelated images",
 }
 
 
@@ -68,7 +68,7 @@ def costs() -> dict[str, float]:
 def methods_table() -> str:
     """Every method: family, needs, cost and what it reaches on the demo stream."""
     found = costs()
-    lines = ["| method | family | needs beside images | cost | TDG | TDA | FA |", "|---|---|---|---:|---:|---:|---:|"]
+    lines = ["| method | family | needs besides images | cost | TDG | TDA | FA |", "|---|---|---|---:|---:|---:|---:|"]
     for method in METHODS.values():
         runs = [run for run in demo_runs() if run.method == method.name]
         numbers = [_mean([run.matrix.average(metric) for run in runs]) if runs else "–" for metric in METRICS]
@@ -81,7 +81,7 @@ def methods_table() -> str:
 def gpu_costs() -> str:
     """Seconds every method takes on Digits on a GPU, alone."""
     numbers = json.loads((ROOT / "benchmarks" / "costs-digits-cuda.json").read_text())["numbers"]
-    lines = ["| method | source stage | target stage | order | RaTP's being 1 |", "|---|---:|---:|---:|---:|"]
+    lines = ["| method | source stage | target stage | order | relative to RaTP |", "|---|---:|---:|---:|---:|"]
     for name in METHODS:
         if name in numbers:
             row = numbers[name]
@@ -195,9 +195,9 @@ def frames_tables() -> str:
     for name, suffix in (("default", ""), ("reverse", "-US-SD-SN-MM-MT")):
         order = DIGITS.orders[name]
         names = [*order, "average"]
-        lines = [f"| {'>'.join(order)} | pictures | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
+        lines = [f"| {'>'.join(order)} | images | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
         for method, metric, compared in FRAMED:
-            for pictures, place in (("as they are", folder), ("other frames", folder / "frames")):
+            for pictures, place in (("our margins", folder), ("Digits-Five margins", folder / "frames")):
                 matrix = read_run(place / f"{method}-2022{suffix}.json").matrix
                 ours = matrix.metric(metric) | {"average": matrix.average(metric)}
                 cells = [f"{ours[n]:.1f}" if n in ours else "–" for n in names]
@@ -205,7 +205,7 @@ def frames_tables() -> str:
             paper = [[printed(DIGITS.name, order, metric, n, other) for other in compared] for n in names]
             cells = [", ".join(f"{v:.1f}" for v in some if v is not None) or "–" for some in paper]
             whose = " and ".join(SPELLING[other] for other in compared)
-            lines.append(f"| *{whose}, {metric}* | *the paper's* | {' | '.join(cells)} |")
+            lines.append(f"| *{whose}, {metric}* | *paper* | {' | '.join(cells)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -240,7 +240,7 @@ def _knew(row: dict[str, Any]) -> bool:
 
 def guard_table() -> str:
     """How many stages of every kind the guard refuses."""
-    lines = ["| stage on | stages | did harm | refused | of the harmful ones |", "|---|---:|---:|---:|---:|"]
+    lines = ["| stage on | stages | did harm | refused | harmful stages refused |", "|---|---:|---:|---:|---:|"]
     for kind, rows in guard_trials().items():
         refused, harmful = [row for row in rows if row["reasons"]], [row for row in rows if row["harmful"]]
         caught = f"{sum(bool(row['reasons']) for row in harmful)} of {len(harmful)}" if harmful else "–"
@@ -252,7 +252,7 @@ def guard_table() -> str:
 def guard_margins() -> str:
     """Every sign that decides: its limit, the lowest value on good stages and the range on the others."""
     found = guard_trials()
-    lines = [f"| sign | limit | {' | '.join(found)} |", f"|---|---:|{'---:|' * len(found)}"]
+    lines = [f"| indicator | limit | {' | '.join(found)} |", f"|---|---:|{'---:|' * len(found)}"]
     for sign, limit in asdict(LIMITS).items():
         if sign in ("images", "source_skill"):
             continue
@@ -265,7 +265,7 @@ def guard_margins() -> str:
 def guard_recognition() -> str:
     """The sign ``recognition`` on real domains, by how much of them the model gets right."""
     rows = [row for row in _trials() if row["kind"] == "good" and "recognition" in row["signs"]]
-    lines = ["| right before the stage | stages | `recognition`: lowest, median, highest |", "|---|---:|---:|"]
+    lines = ["| accuracy before the stage | stages | `recognition`: lowest, median, highest |", "|---|---:|---:|"]
     for low, high in pairwise((0, 20, 30, 50, 70, 100)):
         found = [row["signs"]["recognition"] for row in rows if low <= row["own"][0] < high]
         if found:

@@ -38,38 +38,37 @@ Results = Mapping[tuple[str, tuple[str, ...], str], Mapping[int, RunRecord]]
 OPENING = f"""\
 # Reproducibility
 
-What the numbers of "Deja Vu: Continual Model Generalization for Unseen Domains" (Liu et al., ICLR 2023) come to with
-this code: its tables 1 to 3 and 6 to 9, cell by cell. `make docs` writes this page from the files in `results/digits`
-and `results/pacs`. Such files are made by
+Every number in "Deja Vu: Continual Model Generalization for Unseen Domains" (Liu et al., ICLR 2023), tables 1 to 3 and
+6 to 9, next to the result of this code. `make docs` writes this page from the files in `results/digits` and
+`results/pacs`. These commands make such files:
 
 ```sh
 ratp run digits --method shot --order default --seed 2022 --seed 2023 --seed 2024 --out runs/shot
 ratp report runs/shot --export results/digits
 ```
 
-A file counts for a cell if its stream, order and method are those of the cell, the run is finished, and every value it
-was made with is the one that preset `official` has today. One exception: for one source and one target
-(`--order 'P>A' --subset`) the paper takes replay, distillation and the old prototypes away from RaTP. There RaTP counts
-only with `{" ".join(f"--set {name}={value}" for name, value in STATIONARY.items())}`.
+A file is used for a cell if it has the stream, order and method of the cell, the run is finished, and all its settings
+are those of today's preset `official`. There is one exception: for one source and one target (`--order 'P>A' --subset`)
+the paper removes replay, distillation and the old prototypes from RaTP. For these cells RaTP's files are used only with
+`{" ".join(f"--set {name}={value}" for name, value in STATIONARY.items())}`.
 
-A cell reads `ours (paper) gap`: our mean over n seeds, ± their standard deviation if n > 1, what the paper prints, and
-how far ours lies from it. A cell without a mark is *close*: our mean is at most {TOLERANCE:g} points away. ~ is *within
-spread*: it is farther away, but with several seeds the 95 % confidence interval of our mean reaches the paper's number,
-so that they leave open whether the two agree. ▲ is above, ▼ below; all before rounding. {DAGGER} marks what depends on
-SYN, which is regenerated here: domain {SYN}, everything measured after its training, and every mean with such a number
-in it. `{MISSING} (paper)` has not been run. A mean over all orders is over the seeds that every order was run with.
+A cell reads `ours (paper) gap`: our mean over n seeds, ± the standard deviation if n > 1, the paper's number, and the
+difference. A cell without a mark is *close*: our mean is at most {TOLERANCE:g} points away. ~ is *within spread*: our
+mean is farther away, but with several seeds its 95 % confidence interval includes the paper's number, so the two may
+agree. ▲ is above, ▼ below; all before rounding. {DAGGER} marks what depends on SYN, which is regenerated here: domain
+{SYN}, everything measured after training on it, and every mean of such numbers. `{MISSING} (paper)` has not been run. A
+mean over all orders uses the seeds with which every order was run.
 
-## What is not as in the paper
+## What differs from the paper
 
-* Digits: 20,000 images each of MNIST, MNIST-M, SVHN and SYN, where the usual collection has 34,000; all 9,298 of USPS.
-* SYN ({SYN}) is rendered anew after the published recipe and harder than the original.
-* MNIST-M is the original release, in which digits stand smaller than in the usual collection; those of USPS fill their
-  pictures.
-* PACS went through WebP, and its images are resized before they are cropped. ResNet-50 starts from ImageNet weights
+* Digits: 20,000 images each of MNIST, MNIST-M, SVHN and SYN, where Digits-Five has 34,000; all 9,298 of USPS.
+* SYN ({SYN}) is regenerated from the published recipe and harder than the original.
+* MNIST-M is the original release, in which digits are smaller than in Digits-Five; in USPS, digits fill the image.
+* PACS is re-encoded as WebP, and its images are resized before they are cropped. ResNet-50 starts from ImageNet weights
   whose convolutions are rounded to 16 bits.
-* DomainNet: there are no images of it here, so nothing has been run.
+* DomainNet has not been run, because we do not have its images.
 
-[docs/benchmarks.md](docs/benchmarks.md) says more, also which runs are of earlier code.
+[docs/benchmarks.md](docs/benchmarks.md) has the details, and says which runs used earlier code.
 """
 
 TWICE = "Main orders are among the ten: their averages are printed in two tables, and counted in both."
@@ -201,7 +200,7 @@ def summary(compared: Sequence[Compared]) -> str:
     """How many cells there are, how many were run, and how ours lie to them."""
     groups = _groups(compared, lambda cell: (cell.experiment, cell.stream))
     rows = [[TITLES[group[0].cell.experiment], group[0].cell.stream, *_tally(group)] for group in groups]
-    head = ["experiment", "stream", "cells printed", "cells with a number of ours", *MARKS]
+    head = ["experiment", "stream", "cells in the paper", "cells with our number", *MARKS]
     return _table(head, [*rows, ["all", "", *_tally(compared)]], text=2)
 
 
@@ -252,7 +251,7 @@ def by_table(items: Sequence[Compared]) -> list[str]:
 def _command(cell: Published) -> str:
     """What makes the runs of a table."""
     files = {"main": cell.stream, "orders": f"{cell.stream}-ten-orders", "stationary": "stationary"}
-    return f"`ratp study run configs/paper/{files[cell.experiment]}.toml --known results` makes what is missing."
+    return f"`ratp study run configs/paper/{files[cell.experiment]}.toml --known results` runs what is missing."
 
 
 def _groups(items: Iterable[Compared], key: Callable[[Published], object]) -> list[list[Compared]]:
@@ -292,16 +291,15 @@ def provenance(runs: Sequence[RunRecord], results: Results) -> list[str]:
         for about, orders in made_with.items()
     ]
     head = ["method", "stream", "preset", "precision", "device", "torch", "ratp", "order: seed and file"]
-    about = "First digits of the sha256 of each domain's images and of the weights training starts from:"
+    about = "First digits of the sha256 of each domain's images and of the initial weights:"
     code = (
-        "Behind a version stand the first digits of the hash of the package's code, where the file has it; `ratp "
-        "doctor` prints those of the installed one. The other files are older: `git log FILE` names the commit they "
-        "came with."
+        "After a version come the first digits of the hash of the package's code, if the file has it; `ratp doctor` "
+        "prints those of the installed version. The other files are older: `git log FILE` names their commit."
     )
     blocks = [about, "\n".join(hashes), _table(head, rows, text=len(head)), code]
     files = {run.path for seeds in used.values() for run in seeds.values()}
     others = [f"`{run.path.parent.name}/{run.path.name}`" for run in runs if run.path not in files]
-    return [*blocks, f"Files that count for no cell: {', '.join(others) or 'none'}."]
+    return [*blocks, f"Files used for no cell: {', '.join(others) or 'none'}."]
 
 
 def _made_with(run: RunRecord) -> tuple[str, ...]:

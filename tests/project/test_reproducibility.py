@@ -267,9 +267,9 @@ class TestPage:
         assert row(page_of_newer, "SHOT", "pacs")[6] == "0.1.0 `abc`"
         assert f"P `{'0' * 12}`" in page
         assert f"weights `{'f' * 12}`" in page
-        assert page.rstrip().endswith("Files that count for no cell: `pacs/c.json`.")
+        assert page.rstrip().endswith("Files used for no cell: `pacs/c.json`.")
 
     def test_a_folder_without_results_has_nothing_run(self, tmp_path):
         page = tool.page(tmp_path)
         assert row(page, "all", "")[2:] == ["1884", *["0"] * 5]
-        assert "Files that count for no cell: none." in page
+        assert "Files used for no cell: none." in page
