@@ -18,6 +18,7 @@ from ratp.data.catalogue.import_ import import_domain
 from ratp.data.catalogue.rebuild import (
     build_mnist_m,
     build_syn,
+    common_faces,
     further_faces,
     origin,
     provenance,
@@ -25,7 +26,6 @@ from ratp.data.catalogue.rebuild import (
     writes_figures,
 )
 from ratp.data.contact_sheet import contact_sheet
-from ratp.data.demo.drawing import faces
 from ratp.data.domain import LabelledDomain
 from ratp.errors import RatpError
 
@@ -207,7 +207,7 @@ def test_syn(tmp_path):
     assert images.shape == (200, 32, 32, 3)
     np.testing.assert_array_equal(labels, np.arange(200) % 10)
     assert report.images == {str(digit): 20 for digit in range(10)}
-    assert report.notes == (f"syn is rebuilt with {len(faces())} fonts, not the original release.",)
+    assert report.notes == (f"syn is rebuilt with {len(common_faces())} fonts, not the original release.",)
     spread = images.reshape(200, -1, 3).astype(float).std(axis=1).max(axis=1)
     assert spread.min() > 8
     assert len({image.tobytes() for image in images}) == 200
@@ -225,7 +225,7 @@ def test_syn_has_numbers_of_one_to_three_figures_and_the_label_in_the_middle(mon
     counts = []
 
     def counting(*args, **kwargs):
-        row = figure_row(*args, **kwargs)
+        row = number(*args, **kwargs)
         columns = np.asarray(row.image).any(axis=0)
         middle = round(row.middle[0])
         half = row.width // 2 + 1
@@ -234,19 +234,40 @@ def test_syn_has_numbers_of_one_to_three_figures_and_the_label_in_the_middle(mon
 
     from ratp.data.catalogue import rebuild
 
-    figure_row = rebuild.figure_row
-    monkeypatch.setattr(rebuild, "figure_row", counting)
-    typefaces = faces()
+    number = rebuild._number
+    monkeypatch.setattr(rebuild, "_number", counting)
+    typefaces = common_faces()
     for k in range(300):
         syn_image(np.random.default_rng(k), typefaces, k % 10)
     shares = np.bincount(counts, minlength=4)[1:] / 300
     assert shares.min() > 0.1
+    assert shares.argmax() == 1  # most numbers have two figures
+
+
+def test_syn_has_strong_contrast_soft_edges_and_the_digit_near_the_middle():
+    """What the first recipe had wrong; the ranges hold the calibration set, whose values are in the comments."""
+    typefaces = common_faces()
+    images = np.stack([syn_image(np.random.default_rng([k, 9]), typefaces, k % 10) for k in range(200)]).astype(float)
+    luma = images.mean(axis=3)
+    clipped = ((images == 0) | (images == 255)).all(axis=3).mean(axis=(1, 2))  # in black or white to the last channel
+    assert 0.02 < clipped.mean() < 0.08  # 0.043
+    assert 0.25 < (clipped > 0.01).mean() < 0.6  # 0.41
+    assert 50 < luma.std(axis=(1, 2)).mean() < 70  # 59
+    steps = np.abs(np.diff(luma, axis=2)).max(axis=(1, 2)) / np.ptp(luma, axis=(1, 2))
+    assert 0.3 < np.median(steps) < 0.45  # 0.37
+    paper = np.median(luma[:, [0, 1, -2, -1]].reshape(200, -1), axis=1)
+    ink = np.abs(luma - paper[:, None, None])
+    ink /= ink.sum(axis=(1, 2), keepdims=True)
+    across, down = (ink.sum(axis=axis) @ np.arange(32) for axis in (1, 2))
+    assert np.abs([across.mean() - 15.5, down.mean() - 15]).max() < 1  # 15.8 and 15.1
+    assert across.std() < 4  # 3.2
+    assert down.std() < 2.6  # 2.1
 
 
 @pytest.mark.slow
 def test_rebuilt_syn_is_recognisable():
     """Nearest class mean of blurred contrast, trained and tested on different images, beats chance by far."""
-    typefaces = faces()
+    typefaces = common_faces()
 
     def features(seeds):
         rows = []
@@ -276,7 +297,7 @@ def test_further_fonts(tmp_path):
     assert [face.name for face in found] == ["mine.TTF"]
     assert notes == (f"Font left out: {folder / 'broken.otf'} does not write the ten figures.",)
     report = build_syn(tmp_path / "out", seed=0, count=10, fonts=folder)
-    assert provenance(report.path)["fonts"] == len(faces()) + 1
+    assert provenance(report.path)["fonts"] == len(common_faces()) + 1
     assert report.notes[1:] == notes
 
 
@@ -302,7 +323,7 @@ def test_impossible_syn_requests(tmp_path, count, seed, match):
 def test_provenance(tmp_path, photographs):
     mnist_m = build_mnist_m(handwriting(), [photographs[0]], tmp_path / "out", seed=7, count=12).path
     syn = build_syn(tmp_path / "out", seed=8, count=10).path
-    for path, recipe, seed in ((mnist_m, "mnist_m 1", 7), (syn, "syn 1", 8)):
+    for path, recipe, seed in ((mnist_m, "mnist_m 1", 7), (syn, "syn 2", 8)):
         origin_text = provenance(path)
         assert origin_text["rebuilt"] is True
         assert (origin_text["recipe"], origin_text["seed"]) == (recipe, seed)
@@ -322,7 +343,7 @@ def test_provenance_of_anything_else(tmp_path):
 def test_origin_is_a_phrase(tmp_path, photographs):
     mnist_m = build_mnist_m(handwriting(), [photographs[0]], tmp_path / "out", seed=3, count=12).path
     assert origin(mnist_m) == "rebuilt: mnist_m 1, seed 3"
-    assert origin(build_syn(tmp_path / "out", seed=8, count=10).path) == "rebuilt: syn 1, seed 8"
+    assert origin(build_syn(tmp_path / "out", seed=8, count=10).path) == "rebuilt: syn 2, seed 8"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +353,7 @@ def test_origin_is_a_phrase(tmp_path, photographs):
         (b'{"author": "me"}', None),
         (b'{"rebuilt": true}', "rebuilt"),
         (b'{"rebuilt": true, "recipe": "a\\nb", "seed": 1}', "rebuilt"),
-        (b'{"rebuilt": true, "recipe": "syn 1", "seed": "PK\\u0005"}', "rebuilt"),
+        (b'{"rebuilt": true, "recipe": "syn 2", "seed": "PK\\u0005"}', "rebuilt"),
         (b'{"rebuilt": true, "recipe": "PK\x05\x06 is no end", "seed": 1}', None),
     ],
 )
@@ -354,7 +375,7 @@ def test_origin_reads_the_end_of_the_file_only(tmp_path):
     path = build_syn(tmp_path, seed=2, count=10).path
     whole = path.read_bytes()
     path.write_bytes(bytes(len(whole) - 1000) + whole[-1000:])
-    assert origin(path) == "rebuilt: syn 1, seed 2"
+    assert origin(path) == "rebuilt: syn 2, seed 2"
 
 
 def test_importing_a_rebuilt_set_keeps_the_label(tmp_path):

@@ -158,7 +158,7 @@ def build(
     data: Data = None,
     seed: Annotated[int, typer.Option(help="Determines every image.")] = 0,
     count: Annotated[
-        int | None, typer.Option(help="Number of images; default: all of MNIST for mnist-m, 20,000 for syn.")
+        int | None, typer.Option(help="Number of images; default: all of MNIST for mnist-m, 34,000 for syn.")
     ] = None,
     photographs: Annotated[
         list[Path] | None,
@@ -194,7 +194,7 @@ def build(
 
         out = folder / chosen.name
         if kind == "syn":
-            report = build_syn(out, seed, 20_000 if count is None else count, progress, fonts=fonts, replace=replace)
+            report = build_syn(out, seed, 34_000 if count is None else count, progress, fonts=fonts, replace=replace)
         else:
             mnist = find_domain(folder, chosen.name, "mnist")
             size = SIZE if _frame(frame) == "original" else None
