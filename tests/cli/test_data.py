@@ -137,7 +137,7 @@ class TestGet:
     def test_built_set_is_reported_as_built(self, only_mnist):
         assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
         result = ratp("data", "get", "syn")
-        assert result.out == "digits/syn: there already, data/digits/syn.zip (rebuilt: syn 1, seed 3)\n"
+        assert result.out == "digits/syn: there already, data/digits/syn.zip (rebuilt: syn 2, seed 3)\n"
 
     def test_failed_download(self, mnist):
         mnist("labels", Answer(status=404))
@@ -393,7 +393,7 @@ class TestOverview:
         result = ratp("data")
         assert result.code == 0
         rows = {line.split()[0]: line for line in result.out.splitlines()}
-        assert "yes (rebuilt: syn 1, seed 3)" in rows["digits/syn"]
+        assert "yes (rebuilt: syn 2, seed 3)" in rows["digits/syn"]
         assert "no: ratp data get" in rows["digits/mnist"]
         assert "by hand" in rows["pacs/sketch"]
         assert len(rows) == 1 + sum(len(entry.domains) for entry in sources.CATALOGUE.values())
