@@ -296,11 +296,6 @@ class TestStepper:
         assert [step(5) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
         assert device.graphs == []
 
-    def test_capture_off_calls_the_step(self):
-        calls = []
-        with stepper(lambda: calls.append(1), capture=False, bunch=4) as step:
-            assert [step(4) for _ in range(WARM_UP + 2)] == calls == [1] * (WARM_UP + 2)
-
 
 class TestThreads:
     """Several threads, each with its own streams."""

@@ -60,14 +60,13 @@ class Stepper(Protocol):
 
 @contextmanager
 def stepper(
-    step: Callable[[], None], generators: Sequence[torch.Generator] = (), *, capture: bool = True, bunch: int = 1
+    step: Callable[[], None], generators: Sequence[torch.Generator] = (), *, bunch: int = 1
 ) -> Iterator[Stepper]:
-    """Yields a function that makes steps; its graph is freed at the end of the block.
+    """Yields a function that makes steps, eagerly if they cannot be captured; frees the graph at the end of the block.
 
     Args:
         step: One step, which meets the conditions of :class:`ratp.training.phase.Phase` for ``captures``.
         generators: All generators on the device that it uses.
-        capture: Whether to capture it; if not, or if it cannot be, every call makes one eager step.
         bunch: Steps per graph.
     """
 
@@ -76,10 +75,8 @@ def stepper(
         step()
         return 1
 
-    reason = _obstacle(generators) if capture else None
-    if reason:
+    if reason := _obstacle(generators):
         _warn(reason)
-    if reason or not capture:
         yield once
         return
     captured = _CapturedSteps(step, generators, bunch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -304,8 +305,12 @@ def _train_phase(phase: Phase, capture: bool, progress: Progress) -> Iterator[Ti
     def step() -> None:
         means.add(phase.step())
 
-    capture = capture and phase.captures
-    with stepper(step, phase.generators, capture=capture, bunch=bunches(phase.steps)) as update:
+    def eager(_: int) -> int:
+        step()
+        return 1
+
+    captures = capture and phase.captures
+    with stepper(step, phase.generators, bunch=bunches(phase.steps)) if captures else nullcontext(eager) as update:
         while progress.epoch < phase.epochs:
             progress.begin(phase)
             while means.steps < phase.steps:
