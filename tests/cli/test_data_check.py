@@ -90,7 +90,7 @@ class TestReport:
     def test_built_set_is_labelled(self):
         assert ratp("data", "build", "syn", "--count", 10, "--seed", 3, "-q").code == 0
         result = ratp("data", "check")
-        assert "    rebuilt: syn 2, seed 3, not the published images" in result.out.splitlines()
+        assert "    rebuilt, not the published data: syn 2, seed 3" in result.out.splitlines()
 
     def test_quiet_and_progress(self, data):
         assert (ratp("data", "check", "-q").out, ratp("data", "check", "-q").err) == ("", "")

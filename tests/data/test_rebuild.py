@@ -148,11 +148,11 @@ def test_mnist_m_depends_on_the_seed_alone(tmp_path, photographs):
 def test_unusable_photographs_are_named(tmp_path, photographs):
     folder, _ = photographs
     (folder / "broken.jpg").write_bytes(b"no image")
-    Image.new("RGB", (31, 100)).save(folder / "small.png")
+    Image.new("RGB", (27, 100)).save(folder / "small.png")
     (folder / "readme.txt").write_text("hello")
     notes = build_mnist_m(handwriting(5), [folder], tmp_path / "out", seed=0).notes
     assert [note for note in notes if "left out" in note] == [
-        note for note in notes if "broken.jpg" in note or "31×100 pixels are too few" in note
+        note for note in notes if "broken.jpg" in note or "27×100 pixels are too few" in note
     ]
     assert len([note for note in notes if "left out" in note]) == 2
 
@@ -160,7 +160,7 @@ def test_unusable_photographs_are_named(tmp_path, photographs):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"photographs": []}, "no photograph of at least 32×32 pixels in no folder"),
+        ({"photographs": []}, "no photograph of at least 28×28 pixels in no folder"),
         ({"photographs": [Path("gone.png")]}, r"no photograph .*\n.*gone\.png: No such file"),
         ({"count": 41}, "from 1 to the 40 digits there are, found 41"),
         ({"count": 0}, "found 0"),
@@ -185,7 +185,7 @@ def test_mnist_m_from_a_zip_of_something_else(tmp_path):
 @pytest.mark.skipif(not (SHARED / "digits").exists(), reason=f"no digits in {SHARED}")
 def test_mnist_m_is_built_like_the_release(tmp_path):
     """Of the released images, the ink is exactly the negative of a smooth patch; so is that of ours."""
-    report = build_mnist_m(SHARED / "digits" / "mnist.zip", None, tmp_path / "out", seed=0, count=300)
+    report = build_mnist_m(SHARED / "digits" / "mnist.zip", None, tmp_path / "out", seed=0, count=300, size=32)
     ours, _ = read(report.path)
     with zipfile.ZipFile(SHARED / "digits" / "mnist_m.zip") as archive:
         theirs = np.stack([np.asarray(Image.open(io.BytesIO(archive.read(n)))) for n in archive.namelist()[:300]])
@@ -342,8 +342,9 @@ def test_provenance_of_anything_else(tmp_path):
 
 def test_origin_is_a_phrase(tmp_path, photographs):
     mnist_m = build_mnist_m(handwriting(), [photographs[0]], tmp_path / "out", seed=3, count=12).path
-    assert origin(mnist_m) == "rebuilt: mnist_m 1, seed 3"
-    assert origin(build_syn(tmp_path / "out", seed=8, count=10).path) == "rebuilt: syn 2, seed 8"
+    syn = build_syn(tmp_path / "out", seed=8, count=10).path
+    for path, recipe in ((mnist_m, "mnist_m 1, seed 3"), (syn, "syn 2, seed 8")):
+        assert origin(path) == f"rebuilt, not the published data: {recipe}"
 
 
 @pytest.mark.parametrize(
@@ -351,9 +352,9 @@ def test_origin_is_a_phrase(tmp_path, photographs):
     [
         (b"", None),
         (b'{"author": "me"}', None),
-        (b'{"rebuilt": true}', "rebuilt"),
-        (b'{"rebuilt": true, "recipe": "a\\nb", "seed": 1}', "rebuilt"),
-        (b'{"rebuilt": true, "recipe": "syn 2", "seed": "PK\\u0005"}', "rebuilt"),
+        (b'{"rebuilt": true}', "rebuilt, not the published data"),
+        (b'{"rebuilt": true, "recipe": "a\\nb", "seed": 1}', "rebuilt, not the published data"),
+        (b'{"rebuilt": true, "recipe": "syn 2", "seed": "PK\\u0005"}', "rebuilt, not the published data"),
         (b'{"rebuilt": true, "recipe": "PK\x05\x06 is no end", "seed": 1}', None),
     ],
 )
@@ -375,7 +376,7 @@ def test_origin_reads_the_end_of_the_file_only(tmp_path):
     path = build_syn(tmp_path, seed=2, count=10).path
     whole = path.read_bytes()
     path.write_bytes(bytes(len(whole) - 1000) + whole[-1000:])
-    assert origin(path) == "rebuilt: syn 2, seed 2"
+    assert origin(path) == "rebuilt, not the published data: syn 2, seed 2"
 
 
 def test_importing_a_rebuilt_set_keeps_the_label(tmp_path):

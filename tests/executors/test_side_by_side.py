@@ -478,7 +478,7 @@ class TestChoices:
         monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=SimpleNamespace(Stream=FakeStream)))
         for count in (2, 30, 32):
             assert len({stream.cuda_stream for stream in lanes.distinct_streams("cuda", count)}) == count
-        with pytest.raises(RatpError, match="no 33 streams"):
+        with pytest.raises(RatpError, match="does not have 33 streams"):
             lanes.distinct_streams("cuda", 33)
 
 

@@ -156,7 +156,8 @@ class TestLoading:
             assert item.domain.classes == CLASSES[stream]
             assert item.domain.labels.tolist() == [k for k in range(len(CLASSES[stream])) for _ in range(3)]
             assert item.domain.images.shape[2:] == (16, 16)
-            assert (item.notes, item.origin) == ((), None)
+            framed = {"MM": "original frame of 32×32 pixels; Digits-Five has 28×28"}  # as these images are
+            assert (item.notes, item.origin) == ((), framed.get(item.domain.name))
 
     def test_codes_name_their_domains(self):
         make_benchmark("digits", "folders")
@@ -254,15 +255,15 @@ class TestRebuilt:
         path = Path("data/digits/usps.zip")
         with zipfile.ZipFile(path, "a") as archive:
             archive.comment = json.dumps({"rebuilt": True, "recipe": "usps 1", "seed": 3}).encode()
-        assert origin(path) == "rebuilt: usps 1, seed 3"
+        assert origin(path) == "rebuilt, not the published data: usps 1, seed 3"
         result = assert_ok(
             ratp("run", "digits", "--order", "MT>US", "--subset", "--out", "run", "-m", "source-only", *OPTIONS)
         )
-        assert "note: US is not the published data: rebuilt: usps 1, seed 3" in result.err
-        assert config_of()["origins"] == {"US": "rebuilt: usps 1, seed 3"}
+        assert "note: US: rebuilt, not the published data: usps 1, seed 3" in result.err
+        assert config_of()["origins"] == {"US": "rebuilt, not the published data: usps 1, seed 3"}
         report = assert_ok(ratp("report", "run"))
         for text in (result.out, report.out, Path("run/report/report.md").read_text()):
-            assert "US: rebuilt: usps 1, seed 3" in " ".join(text.split())
+            assert "US: rebuilt, not the published data: usps 1, seed 3" in " ".join(text.split())
 
 
 class TestRealImages:
@@ -281,7 +282,7 @@ class TestRealImages:
         data = fake_with(folder / "syn.zip")
         words = ("--order", "SD>MT", "--subset", "--data", data, "--out", "run", "-m", "source-only")
         result = assert_ok(ratp("run", "digits", *words, *OPTIONS))
-        assert "SD is not the published data: regenerated SYN" in result.err
+        assert "note: SD: regenerated SYN, not the published data" in result.err
         assert "regenerated SYN" in config_of()["origins"]["SD"]
         assert "regenerated SYN" in " ".join(result.out.split())
 

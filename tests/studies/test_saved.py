@@ -111,7 +111,7 @@ def test_a_folder_without_a_study(study, tmp_path):
     with pytest.raises(RunDirectoryError, match=r"holds no study: it has no study\.json"):
         open_study(tmp_path)
     Path("tiny.toml").unlink()
-    with pytest.raises(RunDirectoryError, match=r"the study file of runs is not at tiny\.toml: name it"):
+    with pytest.raises(RunDirectoryError, match=r"the study file of runs is not at tiny\.toml: give the file"):
         open_study("runs")
     with pytest.raises(ConfigError, match="cannot read the study"):
         open_study("nowhere.toml")

@@ -98,7 +98,7 @@ class StyleModule(nn.Module):
             numbers = self._layers.draw("uniform", generator)
             keep = torch.rand(images.shape, generator=generator, device=device) >= COLOUR_DROPOUT
             weights = torch.randn(len(self.scales) + 1, generator=generator, device=device)
-            if images.is_cuda and kernels.usable_for(images):
+            if kernels.usable_for(images):
                 from ratp.functional.kernels import style
 
                 images = images.contiguous()
@@ -115,7 +115,7 @@ class StyleModule(nn.Module):
     def estimate(self, images: Tensor, blend: Blend, generator: torch.Generator) -> Tensor:
         """Restyles normalised images by the fixed convolutions, with gradients: how the module itself is trained."""
         noise = torch.randn(images.shape, generator=generator, device=generator.device)
-        if images.is_cuda and kernels.usable_for(images):
+        if kernels.usable_for(images):
             from ratp.functional.kernels import style
 
             return style.estimate(
