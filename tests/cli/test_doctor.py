@@ -191,6 +191,15 @@ class TestCache:
         assert ratp("data", "cache", "--clear", "--quiet").code == 0
         assert run_doctor()["decoded"]["ok"]
 
+    @pytest.mark.faults(25, "`ratp doctor` counts the damaged domain")
+    def test_changed_pixels_are_found(self, entry, monkeypatch):
+        (path,) = entry.glob("*.images")
+        path.write_bytes(bytes(byte ^ (k % 7 == 0) for k, byte in enumerate(path.read_bytes())))
+        assert "every byte checked; 1 damaged" in run_doctor()["decoded"]["found"]
+        monkeypatch.setattr(doctor_folders, "QUICKLY_READ", 0)
+        assert run_doctor()["decoded"]["ok"]
+        assert "every byte checked; 1 damaged" in run_doctor("--thorough")["decoded"]["found"]
+
     def test_leftovers_of_killed_writer(self, entry):
         (entry / "0123.part-abc").write_bytes(b"0" * 100)
         assert "1 damaged or incomplete" in run_doctor()["decoded"]["found"]

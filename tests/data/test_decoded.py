@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from ratp._core import locks as file_lock
 from ratp.data.cache import decoded
 from ratp.data.cache import store as decoded_cache
 from ratp.data.cache.decoded import open_decoded
-from ratp.data.cache.store import cache_entries, evict
+from ratp.data.cache.store import cache_entries, check_cache, evict
 from ratp.data.decode import parallel, worker
 from ratp.data.decode import pixel_file as image_file
 from ratp.data.decode.decode import decode
@@ -312,7 +313,27 @@ def replaced(folder, ending, old, new):
 
 
 IMAGES, MANIFEST, INDEX = ".images", "manifest.json", "[0-9a-f].json"
+
+
+def flipped(folder, ending, every=1):
+    """Flips one bit of every so-many-th byte."""
+    path = only(folder, ending)
+    path.write_bytes(bytes(byte ^ (k % every == 0) for k, byte in enumerate(path.read_bytes())))
+
+
+def of_earlier_version(folder):
+    """An entry without a hash of the pixels."""
+    path = only(folder, INDEX)
+    index = json.loads(path.read_text())
+    del index["pixels_sha256"]
+    path.write_text(json.dumps(index))
+
+
 DAMAGES = {
+    "flipped bits": lambda folder: flipped(folder, IMAGES, every=7),
+    "one flipped bit": lambda folder: flipped(folder, IMAGES, every=10**9),
+    "no hash of the pixels": of_earlier_version,
+    "other hash of the pixels": lambda folder: replaced(folder, INDEX, '"pixels_sha256": "', '"pixels_sha256": "0'),
     "no pixels": lambda folder: only(folder, IMAGES).unlink(),
     "fewer pixels": lambda folder: cut(folder, IMAGES),
     "more pixels": lambda folder: os.truncate(only(folder, IMAGES), 10**6),
@@ -342,6 +363,41 @@ class TestDamage:
         no_reading()
         assert is_same(open_decoded(source, (8, 9), cache=cache), first)
         assert len(os.listdir(cache / "decoded")) == 3
+
+    @pytest.mark.faults(25, "the images are decoded again, and a note names the damaged file")
+    def test_changed_pixels_are_never_used(self, source, cache):
+        first = open_decoded(source, (8, 9), cache=cache).images.clone()
+        damaged = only(cache / "decoded", IMAGES)
+        flipped(cache / "decoded", IMAGES, every=7)
+        problem = "has changed since it was written"
+        assert check_cache(cache) == [(damaged, problem)]
+        again = open_decoded(source, (8, 9), cache=cache)
+        assert torch.equal(again.images, first)
+        (note,) = again.notes
+        assert note == f"photo: its images were decoded again, as the cached file {damaged.name} {problem}."
+        assert open_decoded(source, (8, 9), cache=cache).notes == ()
+        assert check_cache(cache) == []
+
+    @pytest.mark.parametrize("kind", DAMAGES)
+    def test_check_names_the_damaged_file(self, source, cache, kind):
+        open_decoded(source, (8, 9), cache=cache)
+        open_decoded(source, (9, 8), cache=cache / "other")
+        (entry,) = cache_entries(cache)
+        assert check_cache(cache, entry.key) == []
+        DAMAGES[kind](cache / "decoded")
+        ((path, problem),) = check_cache(cache, entry.key)
+        assert path.parent == cache / "decoded" and path.name.startswith(entry.key)
+        assert problem
+        assert check_cache(cache / "other") == []
+
+    def test_hash_is_of_every_byte(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(image_file, "_BLOCK_BYTES", 4)
+        hashes = set()
+        for place in range(11):
+            (tmp_path / "pixels").write_bytes(bytes(k == place for k in range(10)))
+            with (tmp_path / "pixels").open("rb") as file:
+                hashes.add(image_file.hash_of_pixels(file.fileno(), 10))
+        assert len(hashes) == 11
 
     def test_an_open_domain_outlives_its_entry(self, source, cache):
         domain = open_decoded(source, (8, 9), cache=cache)

@@ -54,6 +54,7 @@ class Finding:
 
 
 LEAST_FREE_MEMORY = 1 << 30
+QUICKLY_READ = 1 << 31  # bytes; more are only read if thorough
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NEEDED = re.compile(r"([A-Za-z0-9_.-]+)>=([\d.]+)$")
 
@@ -225,9 +226,11 @@ def _domain(name: str, domain: str, path: Path, thorough: bool) -> Finding | Non
 def cache(*, thorough: bool) -> Iterator[Finding]:
     """Checks the cached images and source networks."""
     folder = cache_folder()
-    entries, damaged = cache_entries(folder), damaged_entries(folder)
-    total = size_text(sum(entry.bytes for entry in entries))
-    found = f"{len(entries)} domains decoded, {total}"
+    entries = cache_entries(folder)
+    total = sum(entry.bytes for entry in entries)
+    pixels = thorough or total <= QUICKLY_READ
+    damaged = damaged_entries(folder, pixels=pixels)
+    found = f"{len(entries)} domains decoded, {size_text(total)}" + (", every byte checked" if pixels else "")
     if damaged:
         found += f"; {len(damaged)} damaged or incomplete, {size_text(sum(e.bytes for e in damaged))}"
     yield Finding("decoded", found, not damaged, "ratp data cache --clear (images are decoded again when needed)")

@@ -95,10 +95,10 @@ def open_decoded(
     tree = open_tree(path, labelled=labelled, sure=sure)
     _refuse_closed_folders(tree)
     job = _Job(tree, height, width, on_bad, partial(open_tree, path, labelled=labelled, sure=sure), workers, progress)
-    notes: tuple[str, ...] = ()
     try:
         slot = Slot.of(_folder(cache), job.key(), height, width)
-        images, manifest = job.accepted(slot.load()) or job.decode_into(slot)
+        found = job.accepted(slot.load())
+        images, manifest, notes = (*found, ()) if found else job.decode_into(slot)
     except _NoCacheError as error:
         images, manifest = job.decode_into_memory(error)
         notes = (f"{error}: the images of {job.tree.name} are kept in memory, and decoded again the next time.",)
@@ -174,12 +174,13 @@ class _Job:
         self._check(manifest)
         return images, manifest
 
-    def decode_into(self, slot: Slot) -> tuple[Tensor, Manifest]:
-        """Decodes all images into the cache, unless another process has just done that."""
+    def decode_into(self, slot: Slot) -> tuple[Tensor, Manifest, tuple[str, ...]]:
+        """Decodes all images into the cache, unless another process has just done that; notes what was damaged."""
         try:
             with slot.writing():
                 if found := self.accepted(slot.load()):
-                    return found
+                    return *found, ()
+                damage = slot.problem()
                 slot.make_room(self._bytes())
                 with slot.part() as part:
                     with flushed_meanwhile(part.handle):
@@ -187,10 +188,13 @@ class _Job:
                     # A file that cannot be read today may be readable tomorrow.
                     if all(file.sha256 is not None for file in manifest.files):
                         slot.publish(part, manifest)
-                return images, manifest
+                return images, manifest, () if damage is None else (self._decoded_anew(*damage),)
         except (OSError, RunDirectoryError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise _NoCacheError(f"the cache folder {slot.folder} cannot be used ({reason})") from error
+
+    def _decoded_anew(self, file: Path, problem: str) -> str:
+        return f"{self.tree.name}: its images were decoded again, as the cached file {file.name} {problem}."
 
     def decode_into_memory(self, why: _NoCacheError) -> tuple[Tensor, Manifest]:
         """Decodes all images into memory."""

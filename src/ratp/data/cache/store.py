@@ -1,7 +1,7 @@
 """The cache of decoded images: complete entries of three files each, of which the least recently used go first.
 
-``KEY.images`` contains only pixels, so that it can be mapped. ``KEY.manifest.json`` describes
-them, and ``KEY.json``, written last, makes the entry valid. The key changes with whatever changes the pixels, so
+``KEY.images`` contains only pixels, so that it can be mapped. ``KEY.manifest.json`` describes them, and ``KEY.json``,
+written last, has the hashes of both and makes the entry valid. The key changes with whatever changes the pixels, so
 two processes that write the same entry write the same bytes.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ratp._core.files import DECODED, read_json, write_json
 from ratp._core.locks import acquire, is_locked, try_acquire
 from ratp.data.cache.manifest import Manifest, manifest_to_json, read_manifest
-from ratp.data.decode.pixel_file import map_images
+from ratp.data.decode.pixel_file import hash_of_pixels, map_images
 from ratp.errors import RatpError, RunDirectoryError
 
 if TYPE_CHECKING:
@@ -65,30 +65,55 @@ class Slot:
     def _path(self, ending: str) -> Path:
         return self.folder / f"{self.key}.{ending}"
 
-    def load(self, *, count_as_use: bool = True) -> tuple[Tensor, Manifest] | None:
-        """Maps the entry without reading an image; None if it is missing, damaged or not ours."""
+    def load(self, *, count_as_use: bool = True, pixels: bool = True) -> tuple[Tensor, Manifest] | None:
+        """Maps the entry; None if it is missing, damaged or not ours. Without ``pixels``, their hash is not checked."""
         try:
-            index = DECODED.read(read_json(self._path("json")), self._path("json"))
-            manifest = self._path("manifest.json")
-            if any(index.get(name) != value for name, value in self._claims().items()):
-                return None
-            if index["manifest_sha256"] != hashlib.sha256(manifest.read_bytes()).hexdigest():
-                return None
-            about = read_manifest(manifest)
-            handle = os.open(self._path("images"), os.O_RDONLY)
-            try:
-                count = len(about.usable)
-                if os.fstat(handle).st_size != count * 3 * self.height * self.width:
-                    return None
-                images = map_images(handle, count, self.height, self.width)
-            finally:
-                os.close(handle)
-        except (RatpError, OSError, KeyError, TypeError, ValueError):
+            found = self._checked(pixels)
+        except (_DamagedError, OSError):
             return None
         if count_as_use:
             with suppress(OSError):
                 os.utime(self._path("json"))
-        return images, about
+        return found
+
+    def problem(self) -> tuple[Path, str] | None:
+        """Reads every byte of the entry and returns what is wrong; None if all is well or there is no entry."""
+        try:
+            if self._path("json").exists():
+                self._checked(pixels=True)
+        except _DamagedError as error:
+            return error.path, str(error)
+        except OSError as error:
+            return Path(error.filename or self._path("images")), f"cannot be read ({error.strerror or error})"
+        return None
+
+    def _checked(self, pixels: bool) -> tuple[Tensor, Manifest]:
+        index_path, manifest, path = (self._path(ending) for ending in ("json", "manifest.json", "images"))
+        try:
+            index = DECODED.read(read_json(index_path), index_path)
+        except (RatpError, TypeError, ValueError) as error:
+            raise _DamagedError(index_path, "cannot be read by this version of ratp") from error
+        if any(index.get(name) != value for name, value in self._claims().items()):
+            raise _DamagedError(index_path, "describes another entry")
+        if index.get("manifest_sha256") != hashlib.sha256(manifest.read_bytes()).hexdigest():
+            raise _DamagedError(manifest, "has changed since it was written")
+        try:
+            about = read_manifest(manifest)
+        except RatpError as error:
+            raise _DamagedError(manifest, "cannot be read by this version of ratp") from error
+        if "pixels_sha256" not in index:
+            raise _DamagedError(index_path, "has no hash of the pixels: an earlier version of ratp wrote it")
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            count = len(about.usable)
+            length = os.fstat(handle).st_size
+            if not count or length != count * 3 * self.height * self.width:
+                raise _DamagedError(path, "has the wrong size")
+            if pixels and index["pixels_sha256"] != hash_of_pixels(handle, length):
+                raise _DamagedError(path, "has changed since it was written")
+            return map_images(handle, count, self.height, self.width), about
+        finally:
+            os.close(handle)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -123,10 +148,12 @@ class Slot:
         """Makes a flushed file of images the valid entry."""
         try:
             os.fchmod(part.handle, 0o644)
+            pixels = hash_of_pixels(part.handle, os.fstat(part.handle).st_size)
             part.path.replace(self._path("images"))
             write_json(self._path("manifest.json"), manifest_to_json(manifest))
             sha256 = hashlib.sha256(self._path("manifest.json").read_bytes()).hexdigest()
-            about = {"name": manifest.name, "images": len(manifest.usable), "manifest_sha256": sha256}
+            hashes = {"manifest_sha256": sha256, "pixels_sha256": pixels}
+            about = {"name": manifest.name, "images": len(manifest.usable), **hashes}
             write_json(self._path("json"), DECODED.marked({**self._claims(), **about}))
         except BaseException:
             _remove(self.folder, self.key)
@@ -134,6 +161,14 @@ class Slot:
 
     def _claims(self) -> dict[str, object]:
         return {"key": self.key, "height": self.height, "width": self.width}
+
+
+class _DamagedError(Exception):
+    """An entry cannot be used; the message says what is wrong with the file."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(problem)
+        self.path = path
 
 
 class Part(NamedTuple):
@@ -184,13 +219,29 @@ def cache_entries(cache: Path) -> list[CacheEntry]:
     return sorted((entry for entry in _groups(cache / _FOLDER) if entry.images), key=lambda e: (e.used, e.key))
 
 
-def damaged_entries(cache: Path) -> list[CacheEntry]:
-    """Lists the useless entries of a cache folder: damaged ones and leftovers of killed writers."""
+def damaged_entries(cache: Path, *, pixels: bool = False) -> list[CacheEntry]:
+    """Lists the useless entries of a cache folder: damaged ones and leftovers of killed writers.
+
+    With ``pixels``, it also reads all pixels and checks their hash.
+    """
     found = []
     for entry in _groups(cache / _FOLDER):
         slot = Slot.of(cache, entry.key, entry.height, entry.width)
-        if slot.load(count_as_use=False) is None and not is_locked(slot.lock):
+        if slot.load(count_as_use=False, pixels=pixels) is None and not is_locked(slot.lock):
             found.append(entry)
+    return found
+
+
+def check_cache(folder: Path, key: str | None = None) -> list[tuple[Path, str]]:
+    """Reads every stored byte of a cache folder, or of one entry, and returns the damaged files with what is wrong."""
+    found = []
+    for entry in sorted(_groups(folder / _FOLDER), key=lambda entry: entry.key):
+        slot = Slot.of(folder, entry.key, entry.height, entry.width)
+        if key in (None, entry.key) and not is_locked(slot.lock):
+            index = slot.folder / f"{entry.key}.json"
+            problem = slot.problem() if index.exists() else (index, "is missing: writing the entry was interrupted")
+            if problem is not None:
+                found.append(problem)
     return found
 
 
