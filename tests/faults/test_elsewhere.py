@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
-from helpers import journal_of, ratp, toy_domains, toy_plan
+from helpers import TINY_OPTIONS, journal_of, ratp, tiny_plan, toy_domains, toy_plan
+from ratp._core.environment import changes, describe_environment
 from ratp._core.files import read_json, write_json
 from ratp.runs.events import StageFinished
 from ratp.runs.record import read_run
@@ -55,3 +60,34 @@ def test_unchanged_environment_is_not_reported(tmp_path):
     Run(plan(), tmp_path / "run").execute()
     assert "environment" not in json.dumps(journal_of(tmp_path / "run", "run_resumed"))
     assert read_run(tmp_path / "run").moves == ()
+
+
+@pytest.mark.faults(20, "so is another kind of processor")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there is no simpler kind")
+def test_other_instructions_are_reported(tmp_path):
+    events = Run(tiny_plan("source-only"), tmp_path / "run").events()
+    next(event for event in events if isinstance(event, StageFinished))
+    events.close()
+    words = ["run", "demo", "--method", "source-only", *TINY_OPTIONS, "--device", "cpu", "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-m", "ratp", *words, "--quiet"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert (
+        f"this run began in another environment: instructions {torch.backends.cpu.get_cpu_capability()} → DEFAULT"
+        in said
+    )
+    assert done.stderr.count("another environment") == 1
+
+
+CPU, GPU = torch.device("cpu"), {"device": "cuda", "device_name": "NVIDIA H200", "instructions": None}
+
+
+@pytest.mark.faults(20, "runs of versions that did not record it continue without a false alarm")
+def test_older_record_lacks_the_processor():
+    now = describe_environment(CPU)
+    older = {name: value for name, value in now.items() if name != "instructions"} | {"device_name": "x86_64"}
+    assert changes(older, now) == {}
+    assert changes(older, now | GPU).keys() == {"device", "device_name"}
+    assert changes(now | {"device_name": "another"}, now) == {"device_name": ["another", now["device_name"]]}

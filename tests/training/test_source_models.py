@@ -76,6 +76,15 @@ def test_every_dependency_makes_another_network(tmp_path):
     assert is_reused(run(tmp_path / "targets", domains=[source, *reversed(targets)]))
 
 
+@pytest.mark.faults(20, "a network of a source trained on another kind of processor is not reused")
+def test_other_processor_makes_another_network(tmp_path, monkeypatch):
+    run(tmp_path / "1")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+        assert not is_reused(run(tmp_path / "2"))
+    assert is_reused(run(tmp_path / "3"))
+
+
 def test_ratp_shares_what_targets_do_not_change(tmp_path):
     run(tmp_path / "1", "ratp")
     later = {"labelling": "softmax", "r_con": 0.3, "distill.weight": 1.0, "memory.replay": "none", "t2pl.rounds": 1}

@@ -17,7 +17,7 @@ import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -154,6 +154,7 @@ def describe_environment(device: torch.device, precision: Precision = "fp32") ->
         "packages": {name: package_version(name) for name in PACKAGES},
         "device": device.type,  # which of several identical GPUs makes no difference
         "device_name": device_name(device),
+        "instructions": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
@@ -175,11 +176,15 @@ def code_hash() -> str:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Compares two environments: both values, by name, of every entry that a result may depend on.
 
-    Old files may lack the code hash, which then counts as equal, and may name one of several GPUs, which is ignored.
+    Old files may lack the code hash and the processor's name and instructions, which then count as equal, and may name
+    one of several GPUs, which is ignored.
     """
-    old, new = _flat({"code": now.get("code"), **before}), _flat(now)
+    known_by = {name: now.get(name) for name in ("code", "instructions")}
+    old, new = _flat({**known_by, **before}), _flat(now)
     if "device" in old:
         old["device"] = str(old["device"]).partition(":")[0]
+    if "instructions" not in before and old.get("device") == new.get("device") == "cpu":
+        old["device_name"] = new.get("device_name")
     return {name: [old.get(name), value] for name, value in new.items() if old.get(name) != value}
 
 
@@ -203,6 +208,16 @@ def device_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
+    return _processor_name()
+
+
+@cache
+def _processor_name() -> str:
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:  # Linux only
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
     return platform.processor() or platform.machine()
 
 

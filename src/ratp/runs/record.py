@@ -3,7 +3,7 @@
 A run directory is readable without this package::
 
     config.json              the request with every value spelled out
-    environment.json         versions, device, threads
+    environment.json         versions, device or processor, threads
     journal.jsonl            one line per epoch, stage, probe; of an earlier run too, up to the line ``continued``
     matrix.json              accuracies and metrics, one row per finished stage
     samples.safetensors      a few images and what the method turned them into (if it augments images)

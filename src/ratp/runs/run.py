@@ -40,7 +40,7 @@ class JournalWarning(Note):
 
 
 class EnvironmentWarning(Note):
-    """A run resumes with other versions, or on another device, than it began with."""
+    """A run resumes with other versions, or on another device or processor, than it began with."""
 
 
 @dataclass(frozen=True)

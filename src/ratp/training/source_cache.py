@@ -1,8 +1,8 @@
 """A cache of source networks on disk, shared by runs that begin with the same training.
 
-Only a run that would compute the same network finds it: same images, sizes, switches, seed, initial weights, device,
-libraries and code of this package. A run waits while another trains the network it needs. If a file is missing, damaged
-or foreign, the network is trained.
+Only a run that would compute the same network finds it: same images, sizes, switches, seed, initial weights, device or
+kind of processor, libraries and code of this package. A run waits while another trains the network it needs. If a file
+is missing, damaged or foreign, the network is trained.
 """
 
 from __future__ import annotations
