@@ -43,6 +43,7 @@ FAULTS = {
     19: "mistakes in a request",
     20: "another machine; moved or changed images",
     25: "cached pixels are damaged",
+    30: "a study that names a program",
 }
 
 

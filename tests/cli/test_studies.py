@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("_no_processes")
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-OPTIONS = ["--device", "cpu", "--jobs", "1"]
+OPTIONS = ["--device", "cpu", "--jobs", "1", "--trust-methods"]
 METHODS = ["source-only", "shot"]
 FOUR = grid('methods = ["source-only", "shot"]', "seeds = [1, 2]")
 WILD = grid('variant = [{ name = "wild", method = "source-only", set = { lr = 1e30 } }]')
@@ -380,7 +380,7 @@ class TestKnown:
 def start(*words):
     """Starts the program in a separate process, which computes as these tests do."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu"],
+        [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu", "--trust-methods"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -42,6 +42,7 @@ from tiny_study import traces
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CPU = torch.device("cpu")
 SEEDS = (1, 2, 3, 4, 5)
+TRUSTED = ["--trust-methods"]
 # A method that says who makes it, and waits before its second stage for as long as it is held.
 GATE = """
 import os, time
@@ -88,7 +89,9 @@ def undisturbed(tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch, no_processes():
         patch.chdir(folder)
-        result = ratp("study", "run", "tiny.toml", "--out", "undisturbed", "--device", "cpu", "--jobs", "1", "-q")
+        result = ratp(
+            "study", "run", "tiny.toml", "--out", "undisturbed", *TRUSTED, "--device", "cpu", "--jobs", "1", "-q"
+        )
         assert result.code == 0, result.err
     return folder
 
@@ -142,7 +145,7 @@ def alive(pids):
 
 def run_on_two(path, place="out", **how):
     """Runs or resumes a study on two devices; returns the results by seed."""
-    study = read_study(path, Path(place), RunRequest(device="cpu"))
+    study = read_study(path, Path(place), RunRequest(device="cpu"), trust_methods=True)
     study.claim()
     ends, on_end = {}, how.pop("on_end", lambda ends: None)
 
@@ -187,7 +190,7 @@ class TestSharing:
         seen = {}
         watcher = threading.Thread(target=watch)
         watcher.start()
-        result = ratp("study", "run", gate, "--out", "out", "--device", "cpu, cpu", "--jobs", 2)
+        result = ratp("study", "run", gate, *TRUSTED, "--out", "out", "--device", "cpu, cpu", "--jobs", 2)
         watcher.join()
         assert result.code == 0, result.err
         assert sorted(Counter(seen.values()).values()) == [2, 2]
@@ -257,7 +260,7 @@ class TestTrouble:
     def test_process_that_loses_its_device(self, gate):
         """The affected run reports why; a new process runs the next one and the others."""
         Path("gate.py").write_text(LOST)
-        study = read_study(gate, Path("out"), RunRequest(device="cpu"))
+        study = read_study(gate, Path("out"), RunRequest(device="cpu"), trust_methods=True)
         study.claim()
         mine = study.entries[4].folder
         write_files(mine, {"thesis.txt": b"mine"})
@@ -365,7 +368,19 @@ class TestTrouble:
 def start(*words):
     """Starts the program in a separate process, which computes as these tests do."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ratp", "study", "run", *map(str, words), "--device", "cpu,cpu", "--jobs", "2"],
+        [
+            sys.executable,
+            "-m",
+            "ratp",
+            "study",
+            "run",
+            *map(str, words),
+            *TRUSTED,
+            "--device",
+            "cpu,cpu",
+            "--jobs",
+            "2",
+        ],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -391,7 +406,7 @@ class TestInterruption:
         assert not alive(workers)
         assert not list(Path("out").glob("*/weights.safetensors"))
         assert not Path("out/failures").exists()
-        again = ratp("study", "run", gate, "--out", "out", "--device", "cpu", "--jobs", "1", "-q")
+        again = ratp("study", "run", gate, *TRUSTED, "--out", "out", "--device", "cpu", "--jobs", "1", "-q")
         assert again.code == 0, again.err
         assert results("out") == results("undisturbed")
         returns = [len(resumed(file.parent)) for file in Path("out").glob("*/journal.jsonl")]
@@ -528,10 +543,10 @@ class TestOnGPU:
     """Two processes on one."""
 
     def test_a_study(self, gate):
-        assert ratp("study", "run", gate, "--out", "one", "--device", "cuda:0", "-q").code == 0
+        assert ratp("study", "run", gate, *TRUSTED, "--out", "one", "--device", "cuda:0", "-q").code == 0
         for mark in Path().glob("made-*"):
             mark.unlink()
-        result = ratp("study", "run", gate, "--out", "two", "--device", "cuda:0,cuda:0", "--jobs", "2")
+        result = ratp("study", "run", gate, *TRUSTED, "--out", "two", "--device", "cuda:0,cuda:0", "--jobs", "2")
         assert result.code == 0, result.err
         assert len({*makers().values()}) == 2
         assert {*results("two")} == {*results("one")}
@@ -542,7 +557,7 @@ class TestOnGPU:
     def test_a_gpu_that_fails(self, gate):
         """All runs of its process fail too, and one says why; the others finish."""
         Path("gate.py").write_text(BREAKS)
-        result = ratp("study", "run", gate, "--out", "out", "--device", "cuda:0,cuda:0", "--jobs", "1")
+        result = ratp("study", "run", gate, *TRUSTED, "--out", "out", "--device", "cuda:0,cuda:0", "--jobs", "1")
         assert result.code == 2
         assert "device-side assert" in "".join(file.read_text() for file in Path("out/failures").iterdir())
         assert len(list(Path("out").glob("*/weights.safetensors"))) >= 3

@@ -125,7 +125,7 @@ def frail_method(tmp_path):
 
 
 def claim(path, folder):
-    study = read_study(path, folder, BASE)
+    study = read_study(path, folder, BASE, trust_methods=True)
     study.claim()
     return study
 
@@ -274,7 +274,7 @@ class TestInterruption:
             stderr=subprocess.PIPE,
             text=True,
         )
-        study = read_study(path, tmp_path / "runs", BASE)
+        study = read_study(path, tmp_path / "runs", BASE, trust_methods=True)
         try:
             wait_until(lambda: [*study.states().values()] == ["finished", "running"], seconds=120)
             wait_until((study.entries[1].folder / "config.json").exists, seconds=120)
@@ -348,7 +348,7 @@ class TestFailures:
         """The file was edited since the study was read."""
         (tmp_path / "wrong.py").write_text(WRONG)
         path = study_file(tmp_path, grid(f'methods = ["{tmp_path / "wrong.py"}"]'))
-        (entry,) = read_study(path, tmp_path / "runs", BASE).entries
+        (entry,) = read_study(path, tmp_path / "runs", BASE, trust_methods=True).entries
         (tmp_path / "wrong.py").write_text(WRONG + "\n")
         (error,) = run_all_on_ray([Run(entry.plan, entry.folder, wait=True)])
         assert "its worker resolves another plan" in str(error)

@@ -12,13 +12,14 @@ import pytest
 
 import ratp.studies.sources as sources
 from helpers import unreadable
-from ratp.errors import ConfigError, RunDirectoryError
+from ratp.errors import ConfigError, Note, RunDirectoryError
 from ratp.runs.request import RunRequest
 from ratp.studies.file import read_study
 from ratp.studies.saved import open_study
 from tiny_study import grid, study_file
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:tiny.toml names programs")
 SWEEP = "sweep = { randmix.kernel_sizes = [[3, 5], [7]] }"
 GRIDS = (
     grid('title = "RandMix"\nmethods = ["ratp"]', "seeds = [1, 2]", SWEEP),
@@ -33,7 +34,7 @@ def study(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     Path("mine.py").write_text(METHOD)
-    study = read_study(study_file(Path(), *GRIDS), Path("runs"), RunRequest())
+    study = read_study(study_file(Path(), *GRIDS), Path("runs"), RunRequest(), trust_methods=True)
     study.claim()
     return study
 
@@ -41,7 +42,7 @@ def study(tmp_path, monkeypatch):
 @pytest.fixture
 def never_planned(monkeypatch):
     """Planning is a failure from here on."""
-    monkeypatch.setattr("ratp.studies.file.read_study", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr("ratp.studies.file.read_study", lambda *_, **__: pytest.fail("planned again"))
 
 
 @pytest.mark.usefixtures("never_planned")
@@ -63,19 +64,23 @@ def test_file_and_folder_may_move_together(study, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "own"),
     [
-        lambda: Path("tiny.toml").write_text(Path("tiny.toml").read_text().replace("[1, 2]", "[1, 3]")),
-        lambda: Path("mine.py").write_text(METHOD + "\n"),
-        lambda: Path("runs/study.json").write_text('{"study": "tiny"}'),
-        lambda: Path("runs/study.json").write_text("{"),
-        lambda: Path("runs/study.json").unlink(),
+        (lambda: Path("tiny.toml").write_text(Path("tiny.toml").read_text().replace("[1, 2]", "[1, 3]")), 1),
+        (lambda: Path("mine.py").write_text(METHOD + "\n"), 0),
+        (lambda: Path("runs/study.json").write_text('{"study": "tiny"}'), 0),
+        (lambda: Path("runs/study.json").write_text("{"), 0),
+        (lambda: Path("runs/study.json").unlink(), 0),
     ],
 )
-def test_changed_study_is_planned_again(study, change):
+def test_changed_study_is_planned_again(study, change, own):
+    """The runs of its program are those recorded, as long as it is the same program."""
     change()
-    found = open_study("tiny.toml", Path("runs"))
-    assert found == read_study("tiny.toml", Path("runs"))
+    with pytest.warns(Note, match=rf"programs as methods \(mine\.py\).*: {own or 'none'} of their runs are shown"):
+        found = open_study("tiny.toml", Path("runs"))
+    planned = read_study("tiny.toml", Path("runs"), left_out=[])
+    assert found.entries[: len(planned.entries)] == planned.entries
+    assert list(found.entries[len(planned.entries) :]) == [e for e in study.entries if e.title.startswith("mine")][:own]
     assert found.entries[0].plan
 
 

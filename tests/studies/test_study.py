@@ -134,7 +134,7 @@ class TestFiles:
         shutil.copy(example, tmp_path / "far" / "mine.py")
         (tmp_path / "far" / "ratp").mkdir()  # a folder that is called as a method is
         file = study_file(tmp_path / "far", grid('methods = ["mine.py", "ratp"]'))
-        mine, ours = read_study(file, base=NO_WEIGHTS).entries
+        mine, ours = read_study(file, base=NO_WEIGHTS, trust_methods=True).entries
         assert (mine.plan.method.name, mine.rows[0].label) == ("self-training", "mine.py")
         assert ours.plan.method.name == "ratp"
         (tmp_path / "far" / "yard.toml").write_text("")

@@ -41,6 +41,10 @@ RayAddress = Annotated[
         help="The cluster: HOST:PORT, auto for one running here, local to start one; default: auto, else local."
     ),
 ]
+TrustMethods = Annotated[
+    bool,
+    typer.Option("--trust-methods", help="Run the .py files that the study names as methods: read them first."),
+]
 _RESULTS = "exported results, run directories, or folders of either"
 _STYLES: dict[State, str] = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
 
@@ -56,6 +60,7 @@ def run(
     extra_classes: opt.ExtraClasses = "stop",
     device: opt.Device = "auto",
     precision: opt.Precision = "auto",
+    trust_methods: TrustMethods = False,
     jobs: opt.Jobs = "auto",
     on: On = "local",
     ray_address: RayAddress = None,
@@ -82,7 +87,7 @@ def run(
     if problems:
         raise ConfigError(problems)
     base = RunRequest(device=first, precision=precision, weights=weights, data=options)
-    study = _with_known(read_study(file, out, base), known)
+    study = _with_known(read_study(file, out, base, trust_methods=trust_methods), known)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         study = without_stale_results(study, progress)
     study.claim()

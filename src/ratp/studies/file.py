@@ -61,13 +61,22 @@ _LISTS_OF_TABLES = {"grid": "[[grid]]", "variant": "[[grid.variant]]"}
 _MOST_ROWS = 3
 
 
-def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | None = None) -> Study:
+def read_study(
+    path: Path | str,
+    folder: Path | None = None,
+    base: RunRequest | None = None,
+    *,
+    trust_methods: bool = False,
+    left_out: list[str] | None = None,
+) -> Study:
     """Reads a study file and plans all its runs.
 
     Args:
         path: The file.
         folder: Folder of its runs; by default ``runs/studies/NAME``.
         base: What the file does not say: device, precision, images, weights.
+        trust_methods: Whether to load the ``.py`` files it names as methods, which runs their code.
+        left_out: Collects those files, whose runs are left out. By default they are refused.
     """
     path = Path(path)
     content = read_toml(path, "study")
@@ -80,6 +89,13 @@ def read_study(path: Path | str, folder: Path | None = None, base: RunRequest | 
     tables = tables if isinstance(tables, list) else []
     grids = [_Grid(number, table, base, path.parent, problems) for number, table in enumerate(tables)]
     cases = [case for grid in grids for case in grid.cases()]
+    programs = [] if trust_methods else list(dict.fromkeys(r.method for _, r in cases if r.method.endswith(".py")))
+    cases = [case for case in cases if case[1].method not in programs]
+    if left_out is not None:
+        left_out += programs
+    elif programs:
+        names = ", ".join(programs[:_MOST_ROWS]) + (", …" if len(programs) > _MOST_ROWS else "")
+        problems.append(f"it names programs as methods: {names}. Read them: they run only with --trust-methods.")
     place = folder or usual_folder(path.stem)
     entries = _entries(cases, place, problems)
     if option_problems or problems:

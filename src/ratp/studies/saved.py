@@ -1,18 +1,21 @@
 """Restores a planned study from ``study.json``, so that ``ratp study status`` need not plan it again.
 
 The file keeps the identity of every planned run and the state of everything the plans were made from. As long as none
-of that has changed, no code of the study is run: neither torch nor a user's method file is imported.
+of that has changed, torch is not imported. A user's method file never is: its runs are as the file keeps them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ratp._core.files import STUDY, read_json
-from ratp.errors import RatpError, RunDirectoryError
+from ratp.errors import Note, RatpError, RunDirectoryError
 from ratp.studies.record import Row
 from ratp.studies.reuse import Identity
 from ratp.studies.sources import sources_of
@@ -21,6 +24,8 @@ from ratp.studies.study import ABOUT, Entry, Study, usual_folder
 
 def open_study(path: Path | str, folder: Path | None = None, weights: str = "auto") -> Study:
     """The study of a file, or of the folder of its runs: restored if nothing has changed, else planned again.
+
+    The methods it names by file are programs, and none is run: a study planned again has their runs as last recorded.
 
     Args:
         path: A study file, or a folder with a ``study.json``.
@@ -36,7 +41,32 @@ def open_study(path: Path | str, folder: Path | None = None, weights: str = "aut
     from ratp.runs.request import RunRequest
     from ratp.studies.file import read_study
 
-    return read_study(path, folder, RunRequest(weights=weights))
+    left_out: list[str] = []
+    study = read_study(path, folder, RunRequest(weights=weights), left_out=left_out)
+    return _with_recorded(study, left_out) if left_out else study
+
+
+def _with_recorded(study: Study, programs: Sequence[str]) -> Study:
+    """Adds the recorded runs of the programs that a study names, as long as they are the same; a note says so."""
+    digests = {_digest(Path(program)) for program in programs}
+    recorded = _recorded(study.path, study.folder)
+    own = [e for e in (recorded.entries if recorded else ()) if str(e.identity.decisions.get("method_file")) in digests]
+    warnings.warn(
+        f"{study.path.name} names programs as methods ({', '.join(map(os.path.relpath, programs))}), which only "
+        f"`ratp study run --trust-methods` runs: {len(own) or 'none'} of their runs are shown, as recorded by it",
+        Note,
+        stacklevel=3,
+    )
+    usual = {**recorded.usual, **study.usual} if recorded else study.usual
+    return replace(study, entries=(*study.entries, *own), usual=usual)
+
+
+def _digest(path: Path) -> str:
+    """The sha256 of a file, empty if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _file_of(folder: Path) -> Path:
@@ -52,16 +82,26 @@ def _file_of(folder: Path) -> Path:
 
 def _restored(path: Path, folder: Path, weights: str) -> Study | None:
     """The study that ``study.json`` keeps; None if it keeps none, or has to be planned again."""
+    study = _recorded(path, folder)
+    try:
+        if study and study.sources == sources_of(path, weights, [str(path.parent / f) for f in study.sources["files"]]):
+            return study
+    except (RatpError, OSError, LookupError, TypeError, ValueError):
+        pass
+    return None
+
+
+def _recorded(path: Path, folder: Path) -> Study | None:
+    """The study that ``study.json`` keeps, whatever has changed since; None if it keeps none of that name."""
     try:
         about = STUDY.read(read_json(folder / ABOUT), folder / ABOUT)
-        kept, sources = about["plan"], about["sources"]
-        files = [str(path.parent / name) for name in sources["files"]]
-        if about["study"] != path.stem or sources != sources_of(path, weights, files):
+        kept = about["plan"]
+        if about["study"] != path.stem:
             return None
         entries = tuple(_entry(folder, kept["settings"], run) for run in kept["runs"])
         titles = {int(grid): str(title) for grid, title in kept["titles"].items()}
         usual = {(int(grid), str(name)): _hashable(value) for grid, name, value in kept["usual"]}
-        return Study(str(about["title"]), path, folder, entries, titles, usual, sources)
+        return Study(str(about["title"]), path, folder, entries, titles, usual, about["sources"])
     except (RatpError, OSError, LookupError, TypeError, ValueError, AttributeError):
         return None
 

@@ -1,0 +1,71 @@
+"""Programs that ratp comes across and never runs: named by a study or a run, or lying in the current folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers import ratp
+from tiny_study import grid, study_file
+
+EVIL = "from pathlib import Path\nPath({mark!r}).touch()\n"
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """A file that a program in the current folder creates when it is run."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("m.py").write_text(EVIL.format(mark=str(tmp_path / "run")))
+    return tmp_path / "run"
+
+
+@pytest.mark.faults(30, "`study status`, `study report` and `study run` do not run it")
+@pytest.mark.filterwarnings("ignore:tiny.toml names programs")
+@pytest.mark.parametrize("named", ['methods = ["m.py"]', 'variant = [{ name = "v", method = "m.py" }]'])
+@pytest.mark.parametrize("command", ["status", "report", "run"])
+def test_programs_of_a_study(mark, command, named):
+    file = study_file(Path(), grid(named), grid('methods = ["source-only"]'))
+    done = ratp("study", command, file)
+    assert not mark.exists()
+    if command == "status":
+        assert (done.code, "source-only" in done.out) == (0, True)
+    elif command == "report":
+        assert "no run of tiny is finished" in " ".join(done.err.split())
+    else:
+        assert done.code == 2
+        assert "it names programs as methods: m.py. Read them" in " ".join(done.err.split())
+        assert not Path("runs").exists()
+
+
+@pytest.mark.faults(30, "with --trust-methods, `study run` runs it")
+def test_programs_of_a_trusted_study(mark):
+    done = ratp("study", "run", study_file(Path(), grid('methods = ["m.py"]')), "--trust-methods")
+    assert mark.exists()
+    assert "must define exactly one Method" in " ".join(done.err.split())
+
+
+@pytest.mark.faults(30, "a study's folder leads to another study file, whose programs are not run")
+@pytest.mark.filterwarnings("ignore:tiny.toml names programs")
+def test_programs_of_a_folder(mark):
+    study_file(Path(), grid('methods = ["m.py"]'))
+    Path("runs").mkdir()
+    Path("runs/study.json").write_text(json.dumps({"schema": 1, "study": "tiny", "file": "../tiny.toml"}))
+    assert ratp("study", "status", "runs").code == 0
+    assert not mark.exists()
+
+
+@pytest.mark.faults(30, "a run directory that names it: `report`, `predict` and `run` do not run it")
+@pytest.mark.parametrize("words", [["report", "run"], ["predict", "run", "x.png"], ["run", "demo", "--out", "run"]])
+def test_programs_of_a_run(mark, words):
+    fixture = next((Path(__file__).parents[1] / "fixtures" / "runs").rglob("config.json"))
+    config = json.loads(fixture.read_text())
+    Path("run").mkdir()
+    for name in ("matrix.json", "journal.jsonl"):
+        if (fixture.parent / name).exists():
+            Path("run", name).write_bytes((fixture.parent / name).read_bytes())
+    Path("run/config.json").write_text(json.dumps({**config, "method": "m.py", "method_file": "0" * 64}))
+    ratp(*words)
+    assert not mark.exists()
