@@ -100,7 +100,7 @@ class TestWriting:
         assert os.listdir(tmp_path) == ["file"]
         assert path.read_bytes() == b"old"
 
-    @pytest.mark.faults(2, "files are written beside, synced and renamed, and the folder is synced")
+    @pytest.mark.faults(2, "ratp writes a temporary file, syncs it, renames it and syncs the folder")
     def test_contents_are_synced_before_rename(self, tmp_path, monkeypatch):
         order = []
         fsync, replace = os.fsync, Path.replace

@@ -37,7 +37,7 @@ def holder(tmp_path):
         process.kill()
 
 
-@pytest.mark.faults(17, "another process is kept out until the holder dies")
+@pytest.mark.faults(17, "a second process cannot use the folder until the first one ends")
 def test_other_process_is_excluded_until_holder_dies(holder, tmp_path):
     before = files_of(tmp_path)
     with pytest.raises(RunDirectoryError, match=rf"in use by process {holder.pid} on .* since \d{{4}}-.*--out"):

@@ -153,7 +153,7 @@ class TestMisfits:
         with pytest.raises(RatpError, match="labels"):
             Worker().load_state_dict(state)
 
-    @pytest.mark.faults(5, "no file of a run makes an object, whatever it says")
+    @pytest.mark.faults(5, "no file of a run can create Python objects, whatever it contains")
     def test_state_file_never_creates_objects(self):
         """What is none when it is built is plain data afterwards, whatever the file says."""
         worker = Worker()

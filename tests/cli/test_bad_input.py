@@ -96,7 +96,7 @@ def test_invalid_request(options, expected):
     assert_error("run", *options, expected=expected)
 
 
-@pytest.mark.faults(19, "all mistakes come at once, with what was probably meant")
+@pytest.mark.faults(19, "ratp reports all mistakes at once and suggests what you meant")
 def test_all_mistakes_come_at_once():
     changes = ["--set", "batch=1", "--set", "r_con=hi", "--set", "nonsense"]
     message = assert_error("run", "--order", "foo", "--seed", "x", "--device", "gpu", "--save-every", "-1", *changes)
@@ -175,7 +175,7 @@ def test_unknown_command(words, expected):
 
 class TestOutput:
     @pytest.mark.parametrize("out", ["file/x", "file", "/proc/ratp", "file/x/y/z"])
-    @pytest.mark.faults(3, "a folder that cannot be written is refused before anything is trained")
+    @pytest.mark.faults(3, "if the output folder is not writable, the command stops before training")
     def test_unusable_output_folder(self, out):
         with open("file", "w") as file:
             file.write("mine")
@@ -307,7 +307,7 @@ class TestDamagedRun:
         result = ratp(*TINY_RUN, "--out", run, "-q")
         assert result.code == 0 or (result.code == 2 and "state.safetensors" in result.err)
 
-    @pytest.mark.faults(6, "a state of another shape is refused and named")
+    @pytest.mark.faults(6, "ratp refuses a state with tensors of the wrong shape and names its file")
     def test_state_of_another_shape_is_refused(self, run):
         """Hand-edited: everything says it belongs, but the tensors do not fit."""
         tensors, about = read_tensors(run / "state.safetensors")

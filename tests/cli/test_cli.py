@@ -406,7 +406,7 @@ def test_ascii_pipe_gets_replacements(words, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["methods"], ["methods", "--json"]])
-@pytest.mark.faults(4, "no room for what is printed: one line says so")
+@pytest.mark.faults(4, "if the output cannot be written, a one-line error says so")
 def test_full_disk_on_stdout(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ratp", *words]

@@ -191,7 +191,7 @@ class TestCache:
         assert ratp("data", "cache", "--clear", "--quiet").code == 0
         assert run_doctor()["decoded"]["ok"]
 
-    @pytest.mark.faults(25, "`ratp doctor` counts the damaged domain")
+    @pytest.mark.faults(25, "`ratp doctor` counts damaged domains in the cache")
     def test_changed_pixels_are_found(self, entry, monkeypatch):
         (path,) = entry.glob("*.images")
         path.write_bytes(bytes(byte ^ (k % 7 == 0) for k, byte in enumerate(path.read_bytes())))

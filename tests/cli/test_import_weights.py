@@ -150,7 +150,7 @@ class Own:
 
 class TestRefused:
     @pytest.mark.parametrize("old", [False, True])
-    @pytest.mark.faults(5, "nothing in a checkpoint is ever run; tensors are copied out by a command of their own")
+    @pytest.mark.faults(5, "`ratp import-weights` copies the tensors from a checkpoint and runs nothing in it")
     def test_a_hostile_pickle_is_never_run(self, dtn, old, monkeypatch):
         # the variable by which users tell torch to trust everything
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")

@@ -470,7 +470,7 @@ class TestInterruption:
         assert results("out") == results("undisturbed")
         assert not Path("out/failures").exists()
 
-    @pytest.mark.faults(18, "a study that is stopped goes on with the same command")
+    @pytest.mark.faults(18, "a stopped study continues with the same command")
     def test_ctrl_c_during_a_run(self, gate):
         """One run after another; the signal comes to the process that started it."""
         Path("gate.py").write_text(

@@ -364,7 +364,7 @@ class TestDamage:
         assert is_same(open_decoded(source, (8, 9), cache=cache), first)
         assert len(os.listdir(cache / "decoded")) == 3
 
-    @pytest.mark.faults(25, "the images are decoded again, and a note names the damaged file")
+    @pytest.mark.faults(25, "ratp decodes the images again and names the damaged file")
     def test_changed_pixels_are_never_used(self, source, cache):
         first = open_decoded(source, (8, 9), cache=cache).images.clone()
         damaged = only(cache / "decoded", IMAGES)
@@ -455,7 +455,7 @@ class TestWithoutACache:
         assert torch.equal(domain.images, expected(FILES))
         assert "no cache folder" in domain.notes[0]
 
-    @pytest.mark.faults(4, "images that do not fit into the cache are kept in memory")
+    @pytest.mark.faults(4, "ratp keeps images that do not fit into the cache in memory")
     def test_full_disk_leaves_nothing_behind(self, source, cache, monkeypatch):
         write, written = os.pwrite, []
 

@@ -92,7 +92,7 @@ def test_resumes_within_a_call(server, target, sha256):
     assert server.log[1][1]["If-Range"] == '"one"'
 
 
-@pytest.mark.faults(8, "a download goes on where it stopped, and counts only when its hash is right")
+@pytest.mark.faults(8, "the download continues where it stopped, and ratp uses the file only if its hash is right")
 def test_resumes_in_a_later_call(server, target):
     url = server.serve("/a", Answer(stop_after=5000), *[Answer(stop_after=0)] * 3, Answer())
     with pytest.raises(DownloadError, match=r"broke off after 5,000 of 768,000 bytes, in the last of 4 attempts"):
@@ -125,7 +125,7 @@ def test_known_hash_allows_resume(server, target):
     assert target.read_bytes() == BODY
 
 
-@pytest.mark.faults(8, "a file that has changed on the server is loaded anew")
+@pytest.mark.faults(8, "if the file has changed on the server, ratp downloads all of it again")
 def test_changed_file_is_not_appended_to_old_part(server, target):
     url = server.serve("/a", Answer(OTHER, stop_after=5000), Answer(etag='"two"'))
     download([url], target, None, patience=QUICK)
@@ -260,7 +260,7 @@ def test_empty_response_is_an_error(server, target):
         (b"Quota exceeded", {"Content-Type": "text/html"}),
     ],
 )
-@pytest.mark.faults(9, "a web page instead of the file is recognised, with the way to put the file there by hand")
+@pytest.mark.faults(9, "ratp recognises the web page and says how to get the file by hand")
 def test_web_page_instead_of_the_file(server, target, body, headers):
     url = server.serve("/a", Answer(body, headers=headers))
     with pytest.raises(DownloadError) as caught:

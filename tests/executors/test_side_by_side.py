@@ -358,7 +358,7 @@ class TestInTurn:
         with pytest.raises(ConfigError, match="number of runs at a time"):
             run_all([], at_once=wrong)
 
-    @pytest.mark.faults(16, "training that does not fit says so")
+    @pytest.mark.faults(16, "if training does not fit into memory, the run stops with an error that says so")
     def test_out_of_memory_is_reported(self, tmp_path, monkeypatch):
         def full(self):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And a long story.")

@@ -22,8 +22,8 @@ def assert_told(ended, folder, words):
     assert str(folder) in line and words in line
 
 
-@pytest.mark.faults(3, "a folder that becomes read-only or fails stops the run with its path and the reason")
-@pytest.mark.faults(4, "a full disk stops the run with path and reason; with room again, it goes on to the same bits")
+@pytest.mark.faults(3, "if the folder becomes read-only or fails, the run stops and names the path and the reason")
+@pytest.mark.faults(4, "the run stops and names the path; once there is space, it continues to the same result")
 @pytest.mark.parametrize("kind", WORDS)
 def test_disk_failing_at_random_points(warm, command, undisturbed, kind, tmp_path):
     chance, folder = random.Random(kind), tmp_path / "run"
@@ -36,7 +36,7 @@ def test_disk_failing_at_random_points(warm, command, undisturbed, kind, tmp_pat
     assert_same(undisturbed.folder, folder)
 
 
-@pytest.mark.faults(4, "a file that may not grow any more, in the middle of it, is told and never taken for whole")
+@pytest.mark.faults(4, "if a file cannot grow any more, the run says so and never uses the partial file")
 @pytest.mark.parametrize("largest", [1_500, 6_000, 20_000, 60_000])
 def test_file_size_limit(warm, command, undisturbed, largest, tmp_path):
     folder = tmp_path / "run"
@@ -62,7 +62,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.faults(4, "a real disk that fills up keeps the last good checkpoint")
+@pytest.mark.faults(4, "if a real disk fills up, the last good checkpoint stays intact")
 def test_real_disk_fills_up(warm, command, undisturbed, small_disk):
     folder, filler = small_disk / "run", small_disk / "filler"
     for room in (2_000, 60_000, 200_000):
@@ -76,7 +76,7 @@ def test_real_disk_fills_up(warm, command, undisturbed, small_disk):
     assert_same(undisturbed.folder, folder)
 
 
-@pytest.mark.faults(4, "a cache that cannot be written is done without, and a line says so")
+@pytest.mark.faults(4, "if a cache cannot be written, the run continues without it and prints a note")
 def test_full_cache_disk(warm, command, undisturbed, tmp_path):
     words = [word for word in command if word != "--no-reuse-source"]
     cache, folder = tmp_path / "cache", tmp_path / "run"

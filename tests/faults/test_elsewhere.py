@@ -37,7 +37,7 @@ def stopped_run(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.faults(20, "what differs from the machine a run began on is told, kept in its journal and in every report")
+@pytest.mark.faults(20, "ratp prints what differs on the new machine and records it in the journal and every report")
 def test_changed_environment_is_recorded_and_reported(stopped_run, tmp_path):
     with pytest.warns(EnvironmentWarning, match=r"began in another environment: .*device cuda → cpu.*torch 2\.0 → "):
         Run(plan(), stopped_run).execute()
@@ -62,7 +62,7 @@ def test_unchanged_environment_is_not_reported(tmp_path):
     assert read_run(tmp_path / "run").moves == ()
 
 
-@pytest.mark.faults(20, "so is another kind of processor")
+@pytest.mark.faults(20, "ratp also reports another kind of processor")
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there is no simpler kind")
 def test_other_instructions_are_reported(tmp_path):
     events = Run(tiny_plan("source-only"), tmp_path / "run").events()
@@ -84,7 +84,7 @@ def test_other_instructions_are_reported(tmp_path):
 CPU, GPU = torch.device("cpu"), {"device": "cuda", "device_name": "NVIDIA H200", "instructions": None}
 
 
-@pytest.mark.faults(20, "runs of versions that did not record it continue without a false alarm")
+@pytest.mark.faults(20, "a run that did not record its processor continues without a false alarm")
 def test_older_record_lacks_the_processor():
     now = describe_environment(CPU)
     older = {name: value for name, value in now.items() if name != "instructions"} | {"device_name": "x86_64"}

@@ -26,7 +26,7 @@ VALUES = ["0", "-1", "1e400", "nan", "true", "null", "", " ", "[]", "1,2", "9" *
 text = st.text(max_size=12)
 
 
-@pytest.mark.faults(19, "any request is a plan, or all its mistakes in sentences")
+@pytest.mark.faults(19, "ratp accepts a request or reports all its mistakes")
 @settings(max_examples=150)
 @given(
     stream=st.sampled_from(["demo", "folders", *STREAMS]) | text,
@@ -45,7 +45,7 @@ def test_any_request_gives_plan_or_mistakes(stream, method, order, preset, seed,
     assert plan is None or len(set(plan.order)) == len(plan.order) > 1
 
 
-@pytest.mark.faults(19, "any study file is a study, or all its mistakes in sentences")
+@pytest.mark.faults(19, "ratp accepts a study file or reports all its mistakes")
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cuts=st.lists(
@@ -83,8 +83,8 @@ def plant(root, tree):
             continue
 
 
-@pytest.mark.faults(10, "any tree of files is a stream of its usable images, or a sentence for all that is wrong")
-@pytest.mark.faults(13, "any names of files and folders are read, or named")
+@pytest.mark.faults(10, "ratp uses the images in any folder tree, or reports everything that is wrong with it")
+@pytest.mark.faults(13, "ratp reads files and folders with any names, or names those that it cannot read")
 @settings(max_examples=40)
 @given(source=trees, target=trees, on_bad=st.sampled_from(["stop", "skip"]))
 def test_any_folders_give_stream_or_mistake(tmp_path_factory, source, target, on_bad):

@@ -82,7 +82,7 @@ def damaged_copy(folder, tmp_path_factory, name, damage):
     return copy
 
 
-@pytest.mark.faults(2, "any damage to any file of a run is noticed by its hash, or makes no difference to the result")
+@pytest.mark.faults(2, "ratp detects damage to a file of a run by its hash, or the result does not change")
 @pytest.mark.filterwarnings(
     "ignore::ratp.runs.run.EnvironmentWarning"
 )  # the file that records it may be the damaged one
@@ -100,7 +100,7 @@ def test_resuming_a_damaged_run(runs, tmp_path_factory, name, damage):
         assert_same(runs / "finished", copy)
 
 
-@pytest.mark.faults(6, "damaged weights are refused by their hash, and the run they are of writes them again")
+@pytest.mark.faults(6, "ratp refuses weights with a wrong hash, and continuing their run writes them again")
 @pytest.mark.filterwarnings("ignore::ratp.runs.run.JournalWarning")
 @settings(max_examples=EXAMPLES)
 @given(name=st.sampled_from(FINISHED), damage=damages())

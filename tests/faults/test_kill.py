@@ -27,8 +27,8 @@ def kill_at_points(start, count, most, seed):
         assert ended.code == KILLED, (number, ended)
 
 
-@pytest.mark.faults(1, "killed at twenty random points, most of them within writing, a run ends with the same bits")
-@pytest.mark.faults(2, "half-written files are never taken for whole ones")
+@pytest.mark.faults(1, "a run that is killed twenty times, mostly while it writes, ends with the same result")
+@pytest.mark.faults(2, "ratp never takes a half-written file for a complete one")
 def test_killed_at_twenty_points(warm, command, undisturbed, tmp_path):
     """At points where files are opened, synced, linked, renamed and removed; at every second one, half is lost."""
     folder = tmp_path / "run"
@@ -43,7 +43,7 @@ def test_killed_at_twenty_points(warm, command, undisturbed, tmp_path):
     assert [e["stage"] for e in journal_of(folder, "stage_finished")] == [0, 1, 2]
 
 
-@pytest.mark.faults(2, "killed, and its state damaged, a run says so, goes back a stage and ends with the same bits")
+@pytest.mark.faults(2, "a killed run with a damaged state says so, repeats a stage and ends with the same result")
 @pytest.mark.parametrize("kind", ["cut", "gone"])
 def test_killed_and_state_damaged(warm, command, undisturbed, kind, tmp_path):
     folder = tmp_path / "run"
@@ -59,7 +59,7 @@ def test_killed_and_state_damaged(warm, command, undisturbed, kind, tmp_path):
     assert len(journal_of(folder, "state_lost")) == 1
 
 
-@pytest.mark.faults(1, "killed at twenty random moments, a run ends with the same bits")
+@pytest.mark.faults(1, "a run that is killed at twenty random moments ends with the same result")
 def test_killed_at_twenty_moments(warm, command, undisturbed, tmp_path):
     """A run that comes to its end before it was killed so often, on a faster machine, is followed by another."""
     chance, kills, ends = random.Random(2), 0, 0
@@ -77,7 +77,7 @@ def test_killed_at_twenty_moments(warm, command, undisturbed, tmp_path):
     assert_same(undisturbed.folder, tmp_path / str(ends))
 
 
-@pytest.mark.faults(1, "every method, killed three times, ends with the same bits")
+@pytest.mark.faults(1, "with every method, a run that is killed three times ends with the same result")
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ratp"])
 def test_killed_with_every_method(warm, method, tmp_path):
     folder, whole = tmp_path / "run", tmp_path / "whole"
@@ -94,7 +94,7 @@ def test_killed_with_every_method(warm, method, tmp_path):
     assert_same(whole, folder)
 
 
-@pytest.mark.faults(1, "killed while it keeps a source network for others, a run goes on, and so do the others")
+@pytest.mark.faults(1, "if a run is killed while it caches a source network, it can continue, and so can others")
 def test_killed_while_keeping_a_source_network(warm, command, undisturbed, tmp_path):
     words = [word for word in command if word != "--no-reuse-source"]
     for at, then in ((2, "kill"), (3, "tear"), (4, "kill")):
@@ -109,7 +109,7 @@ def test_killed_while_keeping_a_source_network(warm, command, undisturbed, tmp_p
             assert accuracy_of(folder) == accuracy_of(undisturbed.folder)
 
 
-@pytest.mark.faults(1, "a study, killed at six random points, ends with the same results")
+@pytest.mark.faults(1, "a study that is killed at six random points ends with the same results")
 def test_killed_study(warm, pictures, tmp_path):
     lines = [f'stream = "{pictures}"', 'orders = ["day>rain>night"]', 'methods = ["shot", "efdm"]', "seeds = [1, 2]"]
     sizes = ", ".join(f'"{name}" = {value}' for name, value in {**TINY, "network.backbone": '"dtn"'}.items())

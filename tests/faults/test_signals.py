@@ -29,7 +29,7 @@ def rarely(command):
     return command[: command.index("--save-every")] + command[command.index("--save-every") + 2 :]
 
 
-@pytest.mark.faults(18, "SIGTERM and Ctrl-C keep the step a run was at, exit with 143 and 130, and say how to go on")
+@pytest.mark.faults(18, "the run saves the current step, says how to continue, and exits with 143 or 130")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
     folder = tmp_path / "run"
@@ -49,7 +49,7 @@ def test_stopped_in_the_middle_of_a_stage(warm, command, undisturbed, number, tm
     assert_same(undisturbed.folder, folder)
 
 
-@pytest.mark.faults(18, "stopped at any moment, while it starts too, a run ends without a traceback and can go on")
+@pytest.mark.faults(18, "a run that is stopped at any moment prints no traceback and can continue")
 def test_stopped_at_any_moment(warm, command, undisturbed, tmp_path):
     chance, folder = random.Random(4), tmp_path / "run"
     for number in (signal.SIGINT, signal.SIGTERM) * 6:
@@ -64,7 +64,7 @@ def test_stopped_at_any_moment(warm, command, undisturbed, tmp_path):
     assert_same(undisturbed.folder, folder)
 
 
-@pytest.mark.faults(18, "SIGTERM to all processes of a program, as systemd and Slurm send it, stops all runs at a step")
+@pytest.mark.faults(18, "SIGTERM to all processes, as systemd and Slurm send it, stops every run after a step")
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
 def test_sigterm_to_the_process_group(devices, command, tmp_path):
     """One by one in processes of their own, and in those of two devices."""
@@ -98,7 +98,7 @@ def wait_for(process, library):
         time.sleep(0.002)
 
 
-@pytest.mark.faults(18, "stopped while ratp is still being imported, a process ends at once and without a traceback")
+@pytest.mark.faults(18, "a process that is stopped while it imports ratp ends at once without a traceback")
 @pytest.mark.parametrize("way", WAYS)
 def test_stopped_while_importing(way, command, tmp_path):
     """Real processes, from the first of torch's libraries on to what comes after all imports."""

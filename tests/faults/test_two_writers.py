@@ -15,7 +15,7 @@ from ratp._core.locks import LOCK_FILE
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.faults(17, "the second process in a folder is told who holds it; a killed one holds nothing")
+@pytest.mark.faults(17, "the second process says which process uses the folder, and a killed one blocks nothing")
 def test_second_process_learns_who_holds_the_folder(warm, command, undisturbed, tmp_path):
     folder = tmp_path / "run"
     long = [{"epochs=4": "epochs=400"}.get(word, word) for word in command]

@@ -224,7 +224,7 @@ class TestDecision:
         assert "spread" not in decide(replace(GOOD, spread=float("nan"))).to_json()["signs"]  # JSON has no such number
 
 
-@pytest.mark.faults(FAULT, "a stage on noise, blank images or one class is undone; what was known before it is kept")
+@pytest.mark.faults(FAULT, "the guard undoes a stage on noise, blank images or one class and restores the old model")
 @pytest.mark.parametrize("kind", ["noise", "blank", "one class"])
 def test_bad_domain_is_undone_completely(kind, tmp_path):
     guarded = Run(make_plan(domains=("ink", "mud", bad_domain(kind), "fog")), tmp_path / "guarded")
@@ -241,7 +241,7 @@ def test_bad_domain_is_undone_completely(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.faults(FAULT, "a stage on pictures of something else is undone; what was known before it is kept")
+@pytest.mark.faults(FAULT, "the guard undoes a stage on unrelated images and restores the old model")
 def test_unrelated_pictures_are_undone_but_not_real_ones(tmp_path):
     """Crops of two photographs, a temple and a flower, for a model of digits."""
     photographs = [torch.tensor(image).permute(2, 0, 1) for image in load_sample_images().images]
@@ -279,7 +279,7 @@ class Forgetful(SourceOnly):
         return super().target_phases(domain)
 
 
-@pytest.mark.faults(FAULT, "a stage that ruins the model, by whatever it does, is undone")
+@pytest.mark.faults(FAULT, "the guard undoes a stage that makes the model forget the source")
 def test_ruinous_stage_is_undone(tmp_path):
     plan = replace(make_plan("source-only"), method=Forgetful)
     Run(plan, tmp_path / "act").execute()
@@ -322,7 +322,7 @@ def test_a_domain_that_is_known_in_part_raises_no_alarm(method, tmp_path):
     assert all(event["guard"]["signs"]["source_before"] > 0.5 for event in record.guarded)
 
 
-@pytest.mark.faults(FAULT, "killed after the guard's decision and before it is written, a run decides the same again")
+@pytest.mark.faults(FAULT, "if a run is killed before it writes the guard's verdict, it reaches the same one again")
 def test_decision_is_repeated_after_a_kill(tmp_path, monkeypatch):
     plan = make_plan(domains=("ink", bad_domain("noise"), "fog"), changes={})
     Run(plan, tmp_path / "whole").execute()

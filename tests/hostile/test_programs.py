@@ -22,7 +22,7 @@ def mark(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-@pytest.mark.faults(30, "`study status`, `study report` and `study run` do not run it")
+@pytest.mark.faults(30, "`study status`, `study report` and `study run` do not run the program")
 @pytest.mark.filterwarnings("ignore:tiny.toml names programs")
 @pytest.mark.parametrize("named", ['methods = ["m.py"]', 'variant = [{ name = "v", method = "m.py" }]'])
 @pytest.mark.parametrize("command", ["status", "report", "run"])
@@ -40,14 +40,14 @@ def test_programs_of_a_study(mark, command, named):
         assert not Path("runs").exists()
 
 
-@pytest.mark.faults(30, "with --trust-methods, `study run` runs it")
+@pytest.mark.faults(30, "with --trust-methods, `study run` runs the program")
 def test_programs_of_a_trusted_study(mark):
     done = ratp("study", "run", study_file(Path(), grid('methods = ["m.py"]')), "--trust-methods")
     assert mark.exists()
     assert "must define exactly one Method" in " ".join(done.err.split())
 
 
-@pytest.mark.faults(30, "a study's folder leads to another study file, whose programs are not run")
+@pytest.mark.faults(30, "if a study's folder leads to another study file, ratp does not run its programs")
 @pytest.mark.filterwarnings("ignore:tiny.toml names programs")
 def test_programs_of_a_folder(mark):
     study_file(Path(), grid('methods = ["m.py"]'))
@@ -57,7 +57,7 @@ def test_programs_of_a_folder(mark):
     assert not mark.exists()
 
 
-@pytest.mark.faults(30, "a run directory that names it: `report`, `predict` and `run` do not run it")
+@pytest.mark.faults(30, "`report`, `predict` and `run` do not run a program that a run directory names")
 @pytest.mark.parametrize("words", [["report", "run"], ["predict", "run", "x.png"], ["run", "demo", "--out", "run"]])
 def test_programs_of_a_run(mark, words):
     fixture = next((Path(__file__).parents[1] / "fixtures" / "runs").rglob("config.json"))

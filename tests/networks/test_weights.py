@@ -99,7 +99,7 @@ class TestMisfits:
         message = error_of(small(), Weights("some", "", {n: t for n, t in weights.tensors.items() if n != "4.bias"}))
         assert "Expected 21 tensors, found 20, 1 missing (4.bias)" in message
 
-    @pytest.mark.faults(6, "weights that do not fit are refused: what was expected, what was found, what to do")
+    @pytest.mark.faults(6, "ratp refuses weights that do not fit, and says what it expected and what it found")
     def test_weights_of_another_shape(self):
         message = error_of(small(), weights_of(small(1), **{"0.weight": torch.zeros(3, 3, 1, 1)}))
         assert "1 of another shape (0.weight: expected 3×3×5×5, found 3×3×1×1)" in message
@@ -178,7 +178,7 @@ class TestFile:
             find_weights(str(tmp_path), "dtn")
 
     @pytest.mark.parametrize("ending", [".pth", ".PT", ".bin", ".ckpt"])
-    @pytest.mark.faults(5, "a pickle is refused, with the command that imports it")
+    @pytest.mark.faults(5, "ratp refuses a pickle and prints the command that imports its tensors")
     def test_a_pickle_is_refused_with_the_command_that_imports_it(self, ending, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path(f"my net{ending}").write_bytes(b"whatever")
@@ -203,7 +203,7 @@ class TestFile:
             find_weights(str(path), "dtn")
         assert expected in str(caught.value)
 
-    @pytest.mark.faults(6, "truncated weights are refused in a sentence")
+    @pytest.mark.faults(6, "ratp refuses truncated weights and says that the file is damaged")
     def test_truncated_file(self, tmp_path):
         path = tmp_path / "file.safetensors"
         save_file(small().state_dict(), path)

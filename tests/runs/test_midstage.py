@@ -124,7 +124,7 @@ class TestFiles:
         return tmp_path / "run"
 
     @pytest.mark.parametrize("damage", ["cut", "bit", "html", "gone", "text"])
-    @pytest.mark.faults(2, "a damaged checkpoint is not believed, and the one before it is used")
+    @pytest.mark.faults(2, "the run ignores a damaged checkpoint and uses the previous one")
     def test_damaged_checkpoint_falls_back_to_previous(self, damage, stopped, whole):
         path = stopped / LATEST
         content = bytearray(path.read_bytes())

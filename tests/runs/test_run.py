@@ -648,7 +648,7 @@ class TestFolder:
         ],
         ids=["recipe", "switch", "seed", "method", "order", "images"],
     )  # fmt: skip
-    @pytest.mark.faults(19, "a folder with another run is refused, and the differences are told")
+    @pytest.mark.faults(19, "ratp refuses a folder that contains another run and lists the differences")
     def test_another_run_is_refused_with_the_differences(self, untouched, changes, expected, tmp_path):
         folder = tmp_path / "run"
         shutil.copytree(untouched["ratp"], folder)
@@ -668,7 +668,7 @@ class TestFolder:
 
 
 class TestNotANumber:
-    @pytest.mark.faults(14, "a loss that is no number ends the stage, and the stages before it stay")
+    @pytest.mark.faults(14, "if a loss is NaN, the run stops and keeps the earlier stages")
     def test_non_finite_loss_fails_the_stage_and_keeps_earlier_ones(self, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()
@@ -683,7 +683,7 @@ class TestNotANumber:
         assert files_of(run.folder)["state.safetensors"] == kept["state.safetensors"]
         assert files_of(run.folder)["matrix.json"] == kept["matrix.json"]
 
-    @pytest.mark.faults(14, "a run that lost its numbers goes on once the cause is gone")
+    @pytest.mark.faults(14, "a run that stopped because of NaN can continue once the cause is removed")
     def test_run_resumes_after_non_finite_loss(self, untouched, tmp_path):
         run = Run(toy_plan(), tmp_path / "run")
         events = run.events()

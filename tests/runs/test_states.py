@@ -106,7 +106,7 @@ def test_previous_state_is_kept_until_the_end(under_way, whole):
 class TestGoingBack:
     @pytest.mark.parametrize("kind", ["bit", "cut", "page", "empty", "gone"])
     @pytest.mark.faults(
-        FAULT, "a damaged or missing state is passed over for the one before, with the same bits in the end"
+        FAULT, "a run with a damaged or missing state uses the previous one and ends with the same result"
     )
     def test_lost_state_falls_back_to_previous(self, kind, stopped, whole):
         damage(stopped / LATEST, kind)
@@ -235,7 +235,7 @@ class TestRefused:
 
 class TestWriting:
     @pytest.mark.parametrize("links", [True, False])
-    @pytest.mark.faults(FAULT, "killed at any point of the end of a stage, one of two states is whole")
+    @pytest.mark.faults(FAULT, "if a run is killed while it ends a stage, one of its two states is intact")
     def test_killed_at_any_point(self, links, stopped, whole, monkeypatch, tmp_path):
         """What a killed run leaves is what lies there at that point; where a disk knows no links too."""
         save, left = ratp.runs.states.States.save, []
@@ -273,7 +273,7 @@ class TestWriting:
             assert_same(folder, whole)
         assert_same(stopped, whole)
 
-    @pytest.mark.faults(4, "without room for one more name, both states stay as they are")
+    @pytest.mark.faults(4, "if the disk has no space for another file name, both saved states stay intact")
     def test_no_space_for_a_directory_entry(self, stopped, whole, monkeypatch):
         def full(path, target):
             raise OSError(errno.ENOSPC, "No space left on device")

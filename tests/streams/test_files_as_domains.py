@@ -68,7 +68,7 @@ class TestLabels:
         for image, file in zip(domain.images, item.files, strict=True):
             assert torch.equal(image, as_tensor(Image.open(Path(domain.name) / file)))
 
-    @pytest.mark.faults(12, "labels go by name: a class that a target lacks moves no other")
+    @pytest.mark.faults(12, "ratp matches classes by name, so a class that a target lacks does not shift the others")
     def test_a_target_without_the_first_class(self, zoo):
         """Sorted on its own, its cows would be bees."""
         loaded = load(zoo, write_files(Path("farm"), image_files(("cow", "bee"), seed=1)))
@@ -84,7 +84,7 @@ class TestLabels:
         assert "note: farm: no images of ant, bee." in result.err
         assert result.err.index("note: ") < result.err.index("stage 1/2")
 
-    @pytest.mark.faults(12, "a class that the source does not have is refused, with the one it may be")
+    @pytest.mark.faults(12, "ratp refuses a class that the source lacks and suggests which class was renamed")
     def test_another_class_is_refused_and_a_renamed_one_suspected(self, zoo):
         write_files(Path("farm"), image_files(("ants", "cow", "yak"), seed=1))
         message = assert_error(run_folders(zoo, "farm"), "'farm'", "'ants' (3 images, perhaps 'ant' renamed)")
@@ -228,7 +228,7 @@ class TestDamagedFiles:
             Path("night"), {**image_files(seed=1), **{f"south/{name}": data for name, data in BAD.items()}}
         )
 
-    @pytest.mark.faults(10, "files that are no images stop the run before it begins, each with its name")
+    @pytest.mark.faults(10, "the run stops before training and names each of these files")
     def test_damaged_files_stop_the_run_before_it_begins(self, day, night):
         message = assert_error(run_folders(day, night), "night has 5 bad among 17 images", "--on-bad-image skip")
         for name in BAD:
@@ -236,7 +236,7 @@ class TestDamagedFiles:
         assert "web page" in message.split("page.jpg: ")[1].splitlines()[0]
         assert "stage" not in message
 
-    @pytest.mark.faults(10, "those that are skipped on demand are named and counted, never replaced")
+    @pytest.mark.faults(10, "if you ask ratp to skip such files, it names and counts them, and never replaces them")
     def test_skipped_files_are_named_and_counted(self, day, night):
         result = assert_ok(run_folders(day, night, more=("--on-bad-image", "skip")))
         assert "note: night: skipped 5" in result.err
@@ -307,7 +307,7 @@ class TestUnusualFiles:
             ("grey.png", lambda image: encode(image.convert("L")), "L", 0),
         ],
     )
-    @pytest.mark.faults(11, "16 bits, CMYK, palettes, alpha, animations and turned pictures are read as they look")
+    @pytest.mark.faults(11, "ratp reads 16-bit, CMYK, palette, transparent, animated and rotated images as displayed")
     def test_unusual_images_are_read_as_displayed(self, day, name, make, mode, tolerance):
         plain = make_picture(1, 99)
         write_files(Path("night"), {**image_files(seed=1), f"east/{name}": make(plain)})
@@ -324,7 +324,7 @@ class TestUnusualFiles:
         seen = item.domain.images[item.files.index("east/dot.png")]
         assert torch.equal(seen, torch.tensor([9, 99, 199]).view(3, 1, 1).expand(3, 32, 32))
 
-    @pytest.mark.faults(11, "pictures too large to be one are refused by their header")
+    @pytest.mark.faults(11, "ratp reads the size of an image first and refuses it if it is far too large")
     def test_too_many_pixels(self, day):
         """A small file that unpacks to gigabytes."""
         bomb = encode(Image.new("1", (12_000, 12_000)))
@@ -337,7 +337,7 @@ class TestNames:
 
     ANY = ("画像", "naïve ü", "n" * 200, "画" * 80, "a, b;'c\"", "[bold]x", "50%", "-x", "<script>&", "a\nb", "x>y")
 
-    @pytest.mark.faults(13, "names in any script, with spaces and of any length, are read and reported as they are")
+    @pytest.mark.faults(13, "ratp reads and prints names in any script, with spaces and of any length")
     def test_names_of_domains_classes_and_files(self):
         source = {
             f"{name}/{name[:180]}{n}.png": d for k, name in enumerate(self.ANY) for n, d in enumerate(quarters(k))
@@ -472,7 +472,7 @@ class TestPlaces:
             run_folders(day, "night", more=more), "domain 'day'", "east is a folder that cannot be read", "class"
         )
 
-    @pytest.mark.faults(13, "links that lead in circles end")
+    @pytest.mark.faults(13, "ratp stops following links that lead in circles")
     def test_link_cycles(self, day):
         write_files(Path("night"), image_files(seed=1))
         Path("night/north/again").symlink_to(Path("night").resolve())

@@ -79,7 +79,7 @@ class TestChanged:
         assert files_of(Path("run")) == before
         return result.err
 
-    @pytest.mark.faults(20, "images that changed are refused, with the domain they are of")
+    @pytest.mark.faults(20, "ratp refuses changed images and names their domain")
     def test_changed_image_of_the_source(self):
         write_files(Path("day"), {"north/0.png": encode(make_picture(0, 777))})
         assert "Its images have changed since: those of day. Choose another folder" in self.error_of()
@@ -110,7 +110,7 @@ class TestChanged:
             os.utime(path)
         assert "complete already" in assert_ok(run_folders("day", "night.zip", "wild")).err
 
-    @pytest.mark.faults(20, "images may move")
+    @pytest.mark.faults(20, "a run continues if its images were moved to another folder")
     def test_moved_folder_is_unchanged(self):
         Path("elsewhere").mkdir()
         Path("day").rename("elsewhere/day")

@@ -501,7 +501,7 @@ class TestStates:
         for name in ("matrix.json", "weights.safetensors"):
             assert files_of(entry.folder)[name] == undisturbed[name]
 
-    @pytest.mark.faults(17, "two processes at one study share its runs")
+    @pytest.mark.faults(17, "two processes that work on the same study share its runs")
     def test_two_processes_share_a_study(self, study):
         """The second finds a run under way that was waiting when it looked; that is no failure."""
         entry, other = study.entries[1:]

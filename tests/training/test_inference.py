@@ -51,7 +51,7 @@ def test_a_chunk_is_bounded_in_bytes(device):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("holds", [10_000, 511, 300, 20, 1])
-@pytest.mark.faults(16, "evaluating and labelling halve their chunks until they fit, and the numbers stay")
+@pytest.mark.faults(16, "evaluation and labelling use smaller batches until they fit, with the same results")
 def test_a_device_out_of_memory_changes_nothing(holds, training):
     images, net = some_images(), Net(holds).train(training)
     means, largest = run_in_chunks(net, net, images, SCALING)

@@ -55,7 +55,7 @@ def poison(monkeypatch):
     return use
 
 
-@pytest.mark.faults(14, "numbers lost in single precision: the batch is named, the stages before it are kept")
+@pytest.mark.faults(14, "in fp32, the run stops, names the batch that caused NaN and keeps the earlier stages")
 @pytest.mark.parametrize("save_every", [None, 0.0])
 def test_batch_is_named_and_earlier_stages_are_kept(save_every, poison, tmp_path):
     Run(make_plan(), tmp_path / "sound").execute()
@@ -86,7 +86,7 @@ def test_same_command_resumes_once_the_cause_is_fixed(poison, monkeypatch, tmp_p
     assert same_tensors(tensors_of(tmp_path / "sound"), tensors_of(tmp_path / "run"))
 
 
-@pytest.mark.faults(14, "numbers lost in fewer bits: the stage is tried once more in fp32, and that is noted")
+@pytest.mark.faults(14, "in tf32 or bf16, the run repeats the stage once in fp32 and says so")
 def test_stage_is_retried_in_single_precision(poison, tmp_path):
     """On a CPU both precisions compute the same: the run must end as one without the accident."""
     Run(make_plan(), tmp_path / "sound").execute()
@@ -120,7 +120,7 @@ def spoil(monkeypatch):
     return use
 
 
-@pytest.mark.faults(14, "weights or statistics that are no numbers are noticed, and no checkpoint holds them")
+@pytest.mark.faults(14, "if weights or statistics are NaN, the run stops and writes no checkpoint with them")
 @pytest.mark.parametrize("save_every", [None, 0.0])
 @pytest.mark.parametrize(
     ("tensor_of", "value", "name"),

@@ -76,7 +76,7 @@ def test_every_dependency_makes_another_network(tmp_path):
     assert is_reused(run(tmp_path / "targets", domains=[source, *reversed(targets)]))
 
 
-@pytest.mark.faults(20, "a network of a source trained on another kind of processor is not reused")
+@pytest.mark.faults(20, "ratp does not reuse a source network that was trained on another kind of processor")
 def test_other_processor_makes_another_network(tmp_path, monkeypatch):
     run(tmp_path / "1")
     with monkeypatch.context() as elsewhere:
