@@ -22,11 +22,11 @@ PAGE = "docs/reliability.md"
 PATTERN = re.compile(r"(<!-- begin faults -->\n).*?(<!-- end faults -->)", flags=re.S)
 
 FAULTS = {
-    1: "killed, or the power is cut, in the middle of a stage",
-    2: "killed while a file is written; a file is damaged later",
-    3: "a folder cannot be written to, or no longer can",
+    1: "a process is killed, or the power fails, during a stage",
+    2: "a process is killed while it writes a file; a file is damaged later",
+    3: "a folder is not writable, or stops being writable",
     4: "the disk is full",
-    5: "a checkpoint from elsewhere, perhaps hostile",
+    5: "a checkpoint or a run from an untrusted source",
     6: "weights that are truncated, damaged or of the wrong shape",
     7: "a hostile archive",
     8: "a download is interrupted",
@@ -49,7 +49,7 @@ FAULTS = {
 
 @dataclass
 class Fault:
-    """What the tests say of a fault.
+    """What the tests say about a fault.
 
     Attributes:
         what: What happens.
@@ -63,7 +63,7 @@ class Fault:
 
 
 class Listener:
-    """A plugin of pytest: hears of every test there is, and of what became of it."""
+    """A plugin of pytest that records all marked tests and their outcomes."""
 
     def __init__(self) -> None:
         self.faults: dict[int, Fault] = {}
@@ -71,7 +71,7 @@ class Listener:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Takes down the tests that are marked; those of one function follow one another."""
+        """Records the marked tests; the cases of one function follow one another."""
         for item in items:
             for mark in reversed(list(item.iter_markers("faults"))):
                 number, what = mark.args
@@ -81,19 +81,19 @@ class Listener:
                 fault.cases[item.nodeid] = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes down what became of a test: the worst of its parts."""
+        """Records the outcome of a test, which is the worst of its parts."""
         if report.outcome != "passed" or report.when == "call":
             self.outcomes[report.nodeid] = report.outcome
 
 
 def words() -> list[str]:
-    """Names the test files with fault markers, which is quicker than collecting all."""
+    """Returns arguments that name only the test files with fault marks, which is quicker than collecting all."""
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.faults" in path.read_text()]
     return ["-m", "faults", "-p", "no:cacheprovider", *files]
 
 
 def collect() -> dict[int, Fault]:
-    """The faults by number, as the tests have them."""
+    """Returns the faults by number, as the marks in the tests describe them."""
     listener = Listener()
     with redirect_stdout(io.StringIO()) as reported:
         code = pytest.main(["--collect-only", *words()], plugins=[listener])
@@ -104,7 +104,7 @@ def collect() -> dict[int, Fault]:
 
 
 def run(jobs: str) -> dict[str, str]:
-    """Runs the tests; returns what became of each."""
+    """Runs the tests and returns the outcome of each."""
     listener = Listener()
     pytest.main(["-n", jobs, *words()], plugins=[listener])
     return listener.outcomes
@@ -118,18 +118,18 @@ def result(fault: Fault, outcomes: dict[str, str]) -> str:
 
 
 def table(faults: dict[int, Fault], results: dict[int, str]) -> str:
-    """The table, with a row a fault."""
+    """The table, with one row per fault."""
     lines = ["| | fault | what happens | tests | passed |", "|---:|---|---|---|---:|"]
     for number, name in FAULTS.items():
         fault = faults[number]
-        what = "; ".join(fault.what)
+        what = " ".join(f"{phrase[0].upper()}{phrase[1:]}." for phrase in fault.what)
         tests = ", ".join(f"`{test}`" for test in fault.tests)
         lines.append(f"| {number} | {name} | {what} | {tests} | {results.get(number, '')} |")
     return "\n".join(lines)
 
 
 def read_results(text: str) -> dict[int, str]:
-    """The results that a page has, by the fault's number."""
+    """The results on a page, by the number of the fault."""
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text, flags=re.M)
     return {int(number): passed for number, passed in rows}
 
