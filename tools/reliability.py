@@ -122,7 +122,7 @@ def table(faults: dict[int, Fault], results: dict[int, str]) -> str:
     lines = ["| | fault | what happens | tests | passed |", "|---:|---|---|---|---:|"]
     for number, name in FAULTS.items():
         fault = faults[number]
-        what = " ".join(f"{phrase[0].upper()}{phrase[1:]}." for phrase in fault.what)
+        what = "<br>".join(fault.what)
         tests = ", ".join(f"`{test}`" for test in fault.tests)
         lines.append(f"| {number} | {name} | {what} | {tests} | {results.get(number, '')} |")
     return "\n".join(lines)

@@ -364,7 +364,7 @@ class TestDamage:
         assert is_same(open_decoded(source, (8, 9), cache=cache), first)
         assert len(os.listdir(cache / "decoded")) == 3
 
-    @pytest.mark.faults(25, "ratp decodes the images again and names the damaged file")
+    @pytest.mark.faults(25, "ratp decodes damaged images in the cache again and names the damaged file")
     def test_changed_pixels_are_never_used(self, source, cache):
         first = open_decoded(source, (8, 9), cache=cache).images.clone()
         damaged = only(cache / "decoded", IMAGES)

@@ -260,7 +260,7 @@ def test_empty_response_is_an_error(server, target):
         (b"Quota exceeded", {"Content-Type": "text/html"}),
     ],
 )
-@pytest.mark.faults(9, "ratp recognises the web page and says how to get the file by hand")
+@pytest.mark.faults(9, "ratp recognises a web page served instead of a file and says how to get the file by hand")
 def test_web_page_instead_of_the_file(server, target, body, headers):
     url = server.serve("/a", Answer(body, headers=headers))
     with pytest.raises(DownloadError) as caught:

@@ -234,7 +234,7 @@ class TestSharing:
 
 class TestTrouble:
     @pytest.mark.slow
-    @pytest.mark.faults(1, "if the process of several runs is killed, another one finishes them with the same results")
+    @pytest.mark.faults(1, "if a process with several runs is killed, another one finishes them with the same results")
     def test_killed_process_is_replaced(self, gate):
         """Its two runs go on in another, and all end as if nothing had been."""
         hold(*SEEDS)

@@ -23,7 +23,7 @@ def assert_told(ended, folder, words):
 
 
 @pytest.mark.faults(3, "if the folder becomes read-only or fails, the run stops and names the path and the reason")
-@pytest.mark.faults(4, "the run stops and names the path; once there is space, it continues to the same result")
+@pytest.mark.faults(4, "if the disk is full, the run stops, and with space it continues to the same result")
 @pytest.mark.parametrize("kind", WORDS)
 def test_disk_failing_at_random_points(warm, command, undisturbed, kind, tmp_path):
     chance, folder = random.Random(kind), tmp_path / "run"

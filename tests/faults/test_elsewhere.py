@@ -37,7 +37,7 @@ def stopped_run(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.faults(20, "ratp prints what differs on the new machine and records it in the journal and every report")
+@pytest.mark.faults(20, "if a run continues on another machine, the journal and every report list the differences")
 def test_changed_environment_is_recorded_and_reported(stopped_run, tmp_path):
     with pytest.warns(EnvironmentWarning, match=r"began in another environment: .*device cuda → cpu.*torch 2\.0 → "):
         Run(plan(), stopped_run).execute()
@@ -62,7 +62,7 @@ def test_unchanged_environment_is_not_reported(tmp_path):
     assert read_run(tmp_path / "run").moves == ()
 
 
-@pytest.mark.faults(20, "ratp also reports another kind of processor")
+@pytest.mark.faults(20, "if a run continues on another kind of processor, ratp says so")
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there is no simpler kind")
 def test_other_instructions_are_reported(tmp_path):
     events = Run(tiny_plan("source-only"), tmp_path / "run").events()

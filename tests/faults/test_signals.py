@@ -29,7 +29,7 @@ def rarely(command):
     return command[: command.index("--save-every")] + command[command.index("--save-every") + 2 :]
 
 
-@pytest.mark.faults(18, "the run saves the current step, says how to continue, and exits with 143 or 130")
+@pytest.mark.faults(18, "after SIGTERM or Ctrl-C, the run saves the current step and says how to continue")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_in_the_middle_of_a_stage(warm, command, undisturbed, number, tmp_path):
     folder = tmp_path / "run"

@@ -22,7 +22,7 @@ def mark(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-@pytest.mark.faults(30, "`study status`, `study report` and `study run` do not run the program")
+@pytest.mark.faults(30, "`study status`, `study report` and `study run` do not run a program that a study names")
 @pytest.mark.filterwarnings("ignore:tiny.toml names programs")
 @pytest.mark.parametrize("named", ['methods = ["m.py"]', 'variant = [{ name = "v", method = "m.py" }]'])
 @pytest.mark.parametrize("command", ["status", "report", "run"])
@@ -40,7 +40,7 @@ def test_programs_of_a_study(mark, command, named):
         assert not Path("runs").exists()
 
 
-@pytest.mark.faults(30, "with --trust-methods, `study run` runs the program")
+@pytest.mark.faults(30, "with --trust-methods, `study run` runs the programs that a study names")
 def test_programs_of_a_trusted_study(mark):
     done = ratp("study", "run", study_file(Path(), grid('methods = ["m.py"]')), "--trust-methods")
     assert mark.exists()

@@ -228,7 +228,7 @@ class TestDamagedFiles:
             Path("night"), {**image_files(seed=1), **{f"south/{name}": data for name, data in BAD.items()}}
         )
 
-    @pytest.mark.faults(10, "the run stops before training and names each of these files")
+    @pytest.mark.faults(10, "files that are not images stop the run before training, and each one is named")
     def test_damaged_files_stop_the_run_before_it_begins(self, day, night):
         message = assert_error(run_folders(day, night), "night has 5 bad among 17 images", "--on-bad-image skip")
         for name in BAD:
@@ -236,7 +236,7 @@ class TestDamagedFiles:
         assert "web page" in message.split("page.jpg: ")[1].splitlines()[0]
         assert "stage" not in message
 
-    @pytest.mark.faults(10, "if you ask ratp to skip such files, it names and counts them, and never replaces them")
+    @pytest.mark.faults(10, "files that you tell ratp to skip are named and counted, and never replaced")
     def test_skipped_files_are_named_and_counted(self, day, night):
         result = assert_ok(run_folders(day, night, more=("--on-bad-image", "skip")))
         assert "note: night: skipped 5" in result.err
