@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ratp import __version__
+from ratp._core.locks import check_claim
 from ratp.errors import RunDirectoryError
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ class UnreadableFileError(RunDirectoryError):
 def writing(path: Path) -> Iterator[None]:
     """Turns an OSError within the block into advice: the disk is full or the folder not writable."""
     try:
+        check_claim(path)
         yield
     except OSError as error:
+        check_claim(path)
         advice = "Make room and repeat the command." if error.errno in _NO_ROOM else "Choose a folder you may write to."
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}. {advice}") from error
 
@@ -75,6 +78,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o644)
+        check_claim(path)  # again, because writing may have taken long
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -210,6 +214,16 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise LostFileError(f"{path} is damaged or not a safetensors file: {error}.") from error
     return tensors, about
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Reads the metadata of a safetensors file, without its tensors or torch; empty if there is none that is valid."""
+    with _reading(path), path.open("rb") as file:
+        header = file.read(min(int.from_bytes(file.read(8), "little"), _MOST_TEXT))
+    with suppress(ValueError, KeyError, TypeError):
+        about = parse_json(parse_json(header)["__metadata__"]["about"])
+        return about if isinstance(about, dict) else {}
+    return {}
 
 
 def is_whole(path: Path) -> bool:

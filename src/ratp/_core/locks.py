@@ -1,6 +1,7 @@
 """Locks on files: one writer per run directory, one writer per cache entry.
 
-The operating system releases a lock when its process ends for any reason, so no lock is ever stale.
+The operating system releases a lock when its process ends for any reason, so no lock is ever stale. A lock goes with
+its file, wherever that is moved, but writes go by path: :func:`check_claim` tells whether both are still one folder.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ratp.errors import RunDirectoryError
 
 LOCK_FILE = ".lock"
 _NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+# The folders that this process holds, with the lock file of each.
+_CLAIMS: dict[Path, os.stat_result] = {}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def acquire(path: Path, how: int = fcntl.LOCK_EX) -> HeldLock:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             lock = HeldLock(path, handle, _flock(handle, how))
-            if not lock.keeps_out or _is_at(path, handle):
+            if not lock.keeps_out or _is_at(path, os.fstat(handle)):
                 return lock
         except BaseException:
             os.close(handle)
@@ -76,10 +79,10 @@ def _flock(handle: int, how: int) -> bool:
     return True
 
 
-def _is_at(path: Path, handle: int) -> bool:
+def _is_at(path: Path, file: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(file, path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -99,6 +102,21 @@ class InUseError(RunDirectoryError):
         self.process = process
 
 
+class ReplacedError(RunDirectoryError):
+    """A folder that this process held is gone, or is now another one."""
+
+
+def check_claim(path: Path) -> None:
+    """Raises ReplacedError if ``path`` is, or is in, a folder that this process held and that is no longer there."""
+    for folder in (path, path.parent):
+        lock = _CLAIMS.get(folder)
+        if lock is not None and not _is_at(folder / LOCK_FILE, lock):
+            raise ReplacedError(
+                f"{folder} was removed or replaced while this run worked there, so it has stopped. Repeat the "
+                "command; if another run is in that folder now, choose another with --out."
+            )
+
+
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Holds ``folder`` for this process while the block runs; its lock file names the process.
@@ -108,6 +126,8 @@ def exclusive(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK_FILE
     try:
+        if folder in _CLAIMS:
+            raise BlockingIOError
         lock = _hold_soon(path)
     except BlockingIOError as error:
         process, details = _holder(path)
@@ -125,8 +145,10 @@ def exclusive(folder: Path) -> Iterator[None]:
             os.ftruncate(lock.handle, 0)
             os.pwrite(lock.handle, json.dumps(holder).encode(), 0)
         try:
+            _CLAIMS[folder] = os.fstat(lock.handle)
             yield
         finally:
+            _CLAIMS.pop(folder, None)
             with suppress(OSError):
                 os.ftruncate(lock.handle, 0)
     finally:

@@ -52,8 +52,8 @@ class EarlierRun:
 
     @property
     def journal(self) -> list[Mapping[str, Any]]:
-        """The events but for the end of the run."""
-        return [event for event in self.record.journal if event["event"] != "run_finished"]
+        """The events but for what it wrote at its end."""
+        return [event for event in self.record.journal if event["event"] not in ("predicted", "run_finished")]
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Checks that the run with this config would have begun like this one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, final
@@ -27,9 +28,9 @@ from ratp._core.files import (
     WEIGHTS,
     LostFileError,
     NewerFileError,
-    is_whole,
     read_bytes,
     read_json,
+    read_tensors,
     remove_leftovers,
     safe_name,
     write_bytes,
@@ -42,7 +43,7 @@ from ratp.data.domain import UnlabelledDomain
 from ratp.errors import RunDirectoryError
 from ratp.evaluation.matrix import Matrix
 from ratp.runs.differences import describe_differences
-from ratp.runs.record import files_in, fingerprint_of, holds_others, read_journal, with_advice
+from ratp.runs.record import check_owner, files_in, fingerprint_of, holds_others, read_journal, with_advice
 from ratp.runs.states import Checkpoints, Stage, State, States
 from ratp.streams.stream import Stream
 from ratp.training.method import Method
@@ -98,8 +99,8 @@ def prepare_folder(folder: Path) -> bool:
 class Journal:
     """The journal of a run, ``journal.jsonl``: one line per event."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "journal.jsonl"
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.path, self._config = folder / "journal.jsonl", config
 
     def note(self, event: str, **values: Any) -> None:
         """Appends an event that happens now."""
@@ -113,11 +114,11 @@ class Journal:
     def append(self, event: Mapping[str, Any]) -> None:
         """Appends an event."""
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(event))
+            file.write(self._line(event))
 
     def events(self) -> list[dict[str, Any]]:
         """Reads all events."""
-        return read_journal(self.path)
+        return read_journal(self.path, self._config)
 
     def of_stage(self, stage: int) -> list[Mapping[str, Any]]:
         """Reads the events of a stage."""
@@ -133,11 +134,12 @@ class Journal:
 
     def rewrite(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Replaces all events."""
-        write_text(self.path, "".join(map(_line, events)))
+        write_text(self.path, "".join(map(self._line, events)))
 
-
-def _line(event: Mapping[str, Any]) -> str:
-    return json.dumps(JOURNAL.marked(event), allow_nan=False) + "\n"
+    def _line(self, event: Mapping[str, Any]) -> str:
+        """Returns an event as a line, which names the run."""
+        named = {**event, "fingerprint": self._config["fingerprint"]}
+        return json.dumps(JOURNAL.marked(named), allow_nan=False) + "\n"
 
 
 @final
@@ -158,7 +160,7 @@ class RunFiles:
     def __init__(self, folder: Path, config: Mapping[str, Any], save_every: float | None) -> None:
         self._folder, self._config = folder, config
         self._weights = folder / "weights.safetensors"
-        self.journal = Journal(folder)
+        self.journal = Journal(folder, config)
         self.states = States(folder, config["fingerprint"], config.get("after", {}).get("stages", 0))
         self.checkpoints = Checkpoints(folder, config["fingerprint"], save_every)
 
@@ -266,17 +268,31 @@ class RunFiles:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the final network is saved and undamaged."""
-        return is_whole(self._weights)
+        """Whether the final network of this run is saved and undamaged."""
+        with suppress(RunDirectoryError):
+            check_owner(read_tensors(self._weights)[1], self._config, self._weights)
+            return True
+        return False
 
     def write_weights(self, network: Mapping[str, Tensor], classes: Sequence[str]) -> None:
         """Saves the final network."""
         about = {"fingerprint": self._config["fingerprint"], "classes": list(classes)}
         write_tensors(self._weights, network, WEIGHTS.marked(about))
 
+    def has_predictions(self, path: Path) -> bool:
+        """Whether this run has written a file of predictions; of finished runs, earlier versions did not note it."""
+        events = self.journal.events()
+        noted = any(event["event"] == "predicted" and event.get("file") == path.name for event in events)
+        return path.exists() and (noted or _has_ended(events))
+
+    def write_predictions(self, path: Path, table: str) -> None:
+        """Writes a file of predictions, and notes it."""
+        write_text(path, table)
+        self.journal.note("predicted", file=path.name)
+
     def settle(self) -> None:
         """Notes the end of the run, once, and removes the files that only an unfinished run needs."""
-        if [event["event"] for event in self.journal.events()[-1:]] != ["run_finished"]:
+        if not _has_ended(self.journal.events()):
             self.journal.note("run_finished")
         self.states.settle()
         self.checkpoints.remove()
@@ -302,7 +318,12 @@ class RunFiles:
             write_bytes(self._folder / path.name, read_bytes(path))
 
     def _write_matrix(self, matrix: Matrix) -> None:
-        write_json(self._folder / "matrix.json", MATRIX.marked(matrix.to_json()))
+        about = {**matrix.to_json(), "fingerprint": self._config["fingerprint"]}
+        write_json(self._folder / "matrix.json", MATRIX.marked(about))
+
+
+def _has_ended(events: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(events) and events[-1]["event"] == "run_finished"
 
 
 def prediction_files(stream: Stream, folder: Path) -> dict[Path, UnlabelledDomain]:

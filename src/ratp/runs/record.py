@@ -24,6 +24,7 @@ import hashlib
 import json
 import reprlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ratp._core.files import (
     UnreadableFileError,
     is_leftover,
     parse_json,
+    read_about,
     read_bytes,
     read_json,
     write_json,
@@ -187,6 +189,15 @@ def fingerprint_of(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
+def check_owner(about: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> None:
+    """Raises LostFileError if a file names another run than the config does; earlier versions named none."""
+    if {"fingerprint"} <= about.keys() & config.keys() and about["fingerprint"] != config["fingerprint"]:
+        raise LostFileError(
+            f"{path} belongs to another run than config.json: two runs have written to this folder, so repeat both in "
+            "folders of their own."
+        )
+
+
 def describe_changes(found: object) -> str:
     """Describes the changes of environment that a journal event lists."""
     pairs = found.items() if isinstance(found, dict) else ()
@@ -279,7 +290,11 @@ def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
     config = read_config(path)
     forms = {"environment.json": ENVIRONMENT, "matrix.json": MATRIX}
     environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())
-    return config, environment, matrix, read_journal(path / "journal.jsonl")
+    check_owner(matrix, config, path / "matrix.json")
+    weights = path / "weights.safetensors"
+    with suppress(UnreadableFileError):
+        check_owner(read_about(weights) if weights.exists() else {}, config, weights)
+    return config, environment, matrix, read_journal(path / "journal.jsonl", config)
 
 
 def is_event(event: Any) -> bool:
@@ -299,8 +314,8 @@ def is_undone(event: Mapping[str, Any]) -> bool:
     return isinstance(guard, dict) and bool(guard.get("rolled_back"))
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Reads a journal, without a last line that a crash cut short."""
+def read_journal(path: Path, config: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Reads a journal, without a last line that a crash cut short; all must be of the run with ``config``, if given."""
     lines = read_bytes(path).decode(errors="replace").removesuffix("\n").split("\n")
     if lines == [""]:
         return []
@@ -314,5 +329,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             raise LostFileError(f"{path}:{number} is damaged: {error}.") from error
         if not is_event(event):
             raise LostFileError(f"{path}:{number} is damaged: it is not an event of a run.")
+        if config is not None:
+            check_owner(event, config, path)
+        event.pop("fingerprint", None)
         events.append(JOURNAL.read(event, f"{path}:{number}"))
     return events

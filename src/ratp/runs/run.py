@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ratp._core.environment import Precision, describe_environment, use_precision
-from ratp._core.files import LostFileError, read_json, write_text
+from ratp._core.files import LostFileError, read_json
 from ratp._core.locks import exclusive
 from ratp.errors import ConfigError, Note, RunDirectoryError
 from ratp.evaluation.accuracy import Evaluator
@@ -211,10 +211,10 @@ class Session:
     def _write_predictions(self) -> None:
         """Writes predictions for all images of the unlabelled domains, unless they are there already."""
         for path, domain in prediction_files(self.stream, self.folder).items():
-            if not path.exists():
+            if not self.files.has_predictions(path):
                 names = self.stream.files.get(domain.name) or [str(k) for k in range(len(domain))]
                 predictions = predictions_of(self.method.predict(domain.images), names, self.stream.classes)
-                write_text(path, as_csv(predictions))
+                self.files.write_predictions(path, as_csv(predictions))
 
     def _environment(self) -> dict[str, Any]:
         return describe_environment(self.plan.device, self.plan.precision)

@@ -33,6 +33,7 @@ from ratp._core.files import (
     write_tensors,
     writing,
 )
+from ratp._core.locks import check_claim
 from ratp._core.state import join_tensors, split_tensors
 from ratp.errors import Note, RatpError, RunDirectoryError
 from ratp.evaluation.matrix import Matrix
@@ -126,6 +127,7 @@ class States:
 
     def settle(self) -> None:
         """Removes the state before, once the run has finished."""
+        check_claim(self._before)
         with suppress(OSError):  # it does no harm
             self._before.unlink(missing_ok=True)
 
@@ -214,6 +216,7 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Removes all, once their stage has finished."""
+        check_claim(self._folder)
         for name in (CHECKPOINT_LATEST, CHECKPOINT_BEFORE):
             with suppress(OSError):  # a checkpoint of a finished stage is ignored
                 (self._folder / name).unlink()
