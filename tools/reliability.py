@@ -42,6 +42,7 @@ FAULTS = {
     18: "Ctrl-C and SIGTERM",
     19: "mistakes in a request",
     20: "another machine; moved or changed images",
+    21: "another run takes over the folder",
     25: "cached pixels are damaged",
     30: "a study that names a program",
 }
