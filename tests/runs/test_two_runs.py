@@ -39,7 +39,7 @@ def run(finished, tmp_path):
     return shutil.copytree(finished / "1", tmp_path / "run")
 
 
-@pytest.mark.faults(21, "the first run notices before it writes, stops and changes nothing of the second")
+@pytest.mark.faults(21, "the first run notices this before it writes, stops, and changes no file of the second")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_run_whose_folder_another_took_over_stops(stage, tmp_path):
     folder = tmp_path / "run"
@@ -56,7 +56,7 @@ def test_run_whose_folder_another_took_over_stops(stage, tmp_path):
     assert read_run(folder).seed == 2
 
 
-@pytest.mark.faults(21, "a run whose folder is removed stops, and does not create it anew")
+@pytest.mark.faults(21, "a run whose folder is removed stops and does not create it again")
 def test_run_whose_folder_is_gone_stops(tmp_path):
     folder = tmp_path / "run"
     events = Run(plan(), folder).events()
@@ -99,7 +99,7 @@ def test_folder_whose_lock_is_lost_is_still_in_use_by_this_process(tmp_path):
         pass
 
 
-@pytest.mark.faults(21, "files of two runs in one folder are never read as one")
+@pytest.mark.faults(21, "ratp refuses to read the files of two runs as one")
 @pytest.mark.parametrize("name", NAMED)
 def test_files_of_two_runs_are_not_read_as_one(name, finished, run):
     shutil.copy(finished / "2" / name, run / name)
@@ -107,7 +107,7 @@ def test_files_of_two_runs_are_not_read_as_one(name, finished, run):
         read_run(run)
 
 
-@pytest.mark.faults(21, "the same command writes the files of its run again in place of the other's")
+@pytest.mark.faults(21, "the same command replaces the files of the other run by its own")
 def test_same_command_replaces_files_of_another_run(finished, run):
     for name in (*NAMED, "predictions-fog.csv"):
         shutil.copy(finished / "2" / name, run / name)
