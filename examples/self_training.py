@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ratp import LabelledDomain, NetworkMethod, Phase, SGDConfig, StageSGD, UnlabelledDomain, switch
+from ratp import LabelledDomain, NetworkMethod, NetworkPhase, Phase, SGDConfig, UnlabelledDomain, switch
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class SelfTrainingConfig:
 
 
 class SelfTraining(NetworkMethod):
-    """Trains on true labels, then on confident predictions."""
+    """Trains on true labels, then on confident predictions and exemplars."""
 
     name = "self-training"
     title = "Self-training on confident predictions"
@@ -34,42 +34,25 @@ class SelfTraining(NetworkMethod):
         return [SelfTrainingPhase(self, domain.images, None)]
 
 
-class SelfTrainingPhase(Phase):
+class SelfTrainingPhase(NetworkPhase):
     """Trains on one domain; on a target, labels are predicted before every epoch."""
 
-    saved = "optimiser labels usable"
-
-    def __init__(self, method: SelfTraining, images: torch.Tensor, labels: torch.Tensor | None) -> None:
-        setting, recipe = method.setting, method.setting.recipe
-        self.name, self.epochs, self.steps = "target" if labels is None else "source", recipe.epochs, recipe.steps
-        self.method, self.batch, self.images = method, recipe.batch, images.to(setting.device)
-        self.labels = torch.zeros(0) if labels is None else labels.to(setting.device)
-        self.usable = torch.arange(len(images), device=setting.device)
-        self.generators = [setting.generator(name, method.stage) for name in ("batches", "dropout")]
-        method.network.use_generator(self.generators[1])  # for dropout
-        self.optimiser = StageSGD(method.network.parameters(), recipe.lr, recipe.epochs, method.config.sgd)
+    saved = "confidence"
+    confidence: torch.Tensor | None = None
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Sets the learning rate and, on a target, labels the confident images."""
-        record = {"lr": self.optimiser.begin_epoch(epoch)}
-        if self.name == "target":
-            confidence, self.labels = self.method.predict(self.images).softmax(dim=1).max(dim=1)
-            self.usable = (confidence >= self.method.config.threshold).nonzero().squeeze(1)
-            record["labelled"] = len(self.usable) / len(self.images)
+        """Sets the learning rate and, on a target, labels all images."""
+        record = super().begin_epoch(epoch)
+        if self.is_target:
+            self.confidence, labels = self.method.predict(self.batches.images).softmax(dim=1).max(dim=1)
+            self.batches.labels.copy_(labels)
         return record
 
     def step(self) -> dict[str, torch.Tensor]:
-        """Updates the network once, or not at all while no image is labelled."""
-        if not len(self.usable):
-            return {"total": torch.zeros(())}
-        drawn = torch.randint(len(self.usable), (self.batch,), generator=self.generators[0], device=self.usable.device)
-        index = self.usable[drawn]
-        logits = self.method.network.train()(self.method.scaling(self.images[index])).logits
-        loss = F.cross_entropy(logits, self.labels[index])
-        self.optimiser.minimise(loss)
-        return {"total": loss}
-
-    def finish(self) -> dict[str, float]:
-        """Ends the stage, keeping no exemplars."""
-        self.method.memory.seen += 1
-        return {}
+        """Updates the network once, by the confident images and the exemplars of a batch."""
+        batch = self.batches.draw(self.batch)
+        losses = F.cross_entropy(self.network.train()(batch.images).logits, batch.labels, reduction="none")
+        if self.confidence is not None:
+            confident = self.confidence[batch.places] >= self.method.config.threshold
+            losses = losses * (confident | batch.replayed)
+        return self.minimise({"cross-entropy": losses.mean()})

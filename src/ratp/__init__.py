@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ratp.training.phases import Batch as Batch
     from ratp.training.phases import Batches as Batches
     from ratp.training.phases import NetworkMethod as NetworkMethod
+    from ratp.training.phases import NetworkPhase as NetworkPhase
     from ratp.training.phases import SupervisedPhase as SupervisedPhase
     from ratp.training.recipe import classify as classify
 
@@ -66,6 +67,7 @@ _MODULES = {
     "Method": "training.method",
     "Network": "networks.network",
     "NetworkMethod": "training.phases",
+    "NetworkPhase": "training.phases",
     "OnlineMethod": "training.method",
     "Phase": "training.phase",
     "RatpError": "errors",

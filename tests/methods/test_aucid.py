@@ -118,10 +118,10 @@ class TestStep:
         network = twin.network.train()
         rays = torch.randn(100, LEARNING["network.dim"], generator=other._slices)
         rays = F.normalize(rays, dim=1)
-        batch = other._batches.draw(LEARNING["batch"])
+        batch = other.batches.draw(LEARNING["batch"])
         x = network(batch.images).embedding
         g, classes = twin.mixture.sample(20 * LEARNING["batch"] // len(twin.mixture.components), other._points)
-        stored = other._batches.draw_memory(twin.memory, LEARNING["batch"])
+        stored = other.batches.draw_memory(twin.memory, LEARNING["batch"])
         m = network(stored.images)
         assert len(g) == 20 * LEARNING["batch"]
         step = phase.step()

@@ -82,7 +82,7 @@ def test_prototypes_come_from_the_domain_and_from_the_memory_of_others():
     assert phase._has_prototype.all()
     place = phase._prototypes.data_ptr()
     before = phase._prototypes.clone()
-    memory = phase._memory
+    memory = phase.memory
     memory.images = 255 - memory.images
     phase._update_prototypes()
     assert phase._prototypes.data_ptr() == place
@@ -99,5 +99,5 @@ def test_prototypes_are_refreshed_with_the_labels():
 
 
 def test_each_alignment_is_another_loss():
-    ends = [dict(target_phase(alignment=kind)._network.state_dict()) for kind in ("pca", "pl", "scl", "pcl")]
+    ends = [dict(target_phase(alignment=kind).network.state_dict()) for kind in ("pca", "pl", "scl", "pcl")]
     assert not any(same_tensors(ends[i], ends[j]) for i in range(4) for j in range(i))

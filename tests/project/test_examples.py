@@ -83,7 +83,7 @@ def test_every_documented_command_and_option_exists(document):
 
     group = typer.main.get_command(app)
     for command in re.findall(
-        r"`?ratp ((?:demo|run|report|methods|streams|doctor)[^`\n]*)", (ROOT / document).read_text()
+        r"`?ratp ((?:demo|run|report|methods|streams|doctor)\b[^`\n]*)", (ROOT / document).read_text()
     ):
         words = command.split()
         current = group.commands[words[0]]

@@ -94,7 +94,7 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
 @pytest.mark.parametrize(
     ("name", "forgotten"),
     [
-        ("ratp", "_labels"),
+        ("ratp", "labels"),
         ("ratp", "generators"),
         ("shot+", "_head"),
         ("shot++", "_progress"),

@@ -10,10 +10,11 @@ from ratp._core.environment import Randomness
 from ratp.functional.norm import by_batch
 from ratp.functional.optim import SGDConfig
 from ratp.functional.transforms import OBJECTS
+from ratp.methods.shared.online import SinglePass
 from ratp.training.memory import Memory
 from ratp.training.method import OnlineMethod, Setting
 from ratp.training.phase import train
-from ratp.training.phases import Batches, NetworkMethod, SinglePass, SupervisedPhase, remember
+from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase, remember
 
 
 @pytest.fixture

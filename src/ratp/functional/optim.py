@@ -160,6 +160,11 @@ class Adam(Stateful):
         self._squares = [torch.zeros_like(p) for p in self._parameters]
         self._decays = [torch.ones((), device=p.device) for p in self._parameters[:1] for _ in range(2)]
 
+    def begin_epoch(self, epoch: int) -> float:
+        """Returns the rate, which is the same in every epoch."""
+        del epoch
+        return self._lr
+
     def minimise(self, loss: Tensor) -> None:
         """Updates the parameters the loss depends on."""
         self.update(torch.autograd.grad(loss, self._parameters, allow_unused=True))

@@ -49,12 +49,12 @@ from ratp.functional.numerics import full_precision
 from ratp.functional.optim import CosineSGD, SGDConfig, follow_
 from ratp.functional.transforms import OBJECTS
 from ratp.functional.views import View, ViewConfig
-from ratp.methods.shared.online import BatchStatistics, tracking
+from ratp.methods.shared.online import BatchStatistics, SinglePass, tracking
 from ratp.methods.shared.source_free import all_groups
 from ratp.networks.network import Network, Output
 from ratp.training.method import Setting, Statistics, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import SinglePass, SupervisedPhase, embed_all
+from ratp.training.phases import SupervisedPhase, embed_all
 
 
 def neighbour_mean(queries: Tensor, points: Tensor, probabilities: Tensor, neighbours: int) -> Tensor:

@@ -53,7 +53,7 @@ from ratp.functional.numerics import ranks_within
 from ratp.functional.optim import Adam, SGDConfig
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase, embed_all
+from ratp.training.phases import NetworkMethod, NetworkPhase, SupervisedPhase, embed_all
 
 # Fewest points that have a covariance.
 FEWEST = 2
@@ -286,53 +286,35 @@ class AuCID(NetworkMethod):
         self.mixture = load_mixture(parts["mixture"], self.setting.device) if "mixture" in parts else None
 
 
-class AuCIDPhase(Phase):
+class AuCIDPhase(NetworkPhase):
     """Pulls a target towards the mixture."""
 
-    name = "target"
     captures = True
-    saved = "_optimiser"
 
     def __init__(self, method: AuCID, images: Tensor) -> None:
-        setting, recipe, config, stage = method.setting, method.setting.recipe, method.config, method.stage
-        self.epochs, self.steps = recipe.epochs, recipe.steps
-        self._method, self._config, self._network, self._memory = method, config, method.network, method.memory
-        self._count = recipe.batch
-        unknown = torch.zeros(len(images), dtype=torch.int64)
-        self._batches = Batches(setting, "target", stage, images, unknown)
-        self._dropout, self._points, self._slices = (
-            setting.generator(name, stage) for name in ("dropout", "mixture", "directions")
-        )
-        mixture = method.mixture
+        config, mixture = method.config, method.mixture
+        super().__init__(method, images, None, Adam(method.network.parameters(), config.rate), replay=False)
+        self._finish, self._config = method.finish_target, config
+        self._points, self._slices = (method.setting.generator(n, method.stage) for n in ("mixture", "directions"))
         self._mixture = mixture if mixture is not None and mixture.components else None
-        self._replays = config.replay == "separate" and len(self._memory) > 1  # one image has no batch statistics
-        self.generators = *self._batches.generators, self._dropout, self._slices
+        self._replays = config.replay == "separate" and len(self.memory) > 1  # one image has no batch statistics
+        self.generators = *self.generators, self._slices
         if self._mixture is not None:
             self.generators = *self.generators, self._points
-        self._optimiser = Adam(self._network.parameters(), config.rate)
-
-    def begin(self) -> None:
-        """Binds dropout to its generator."""
-        self._network.use_generator(self._dropout)
-
-    def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Returns the learning rate, which is constant."""
-        del epoch
-        return {"lr": self._config.rate}
 
     def step(self) -> dict[str, Tensor]:
         """Updates the network once on a batch, exemplars and points sampled from the mixture."""
-        config, network = self._config, self._network.train()
+        config, network = self._config, self.network.train()
         directions = draw_directions(config.directions, network.config.dim, self._slices)
-        batch = self._batches.draw(self._count)
+        batch = self.batches.draw(self.batch)
         sets, terms = [network(batch.images).embedding], {}
         if self._mixture is not None:
-            each = -(-config.samples * self._count // len(self._mixture.components))
+            each = -(-config.samples * self.batch // len(self._mixture.components))
             points, classes = self._mixture.sample(each, self._points)
             terms["mixture"] = F.cross_entropy(scores(points, network.prototypes), classes)
             sets.append(points)
         if self._replays:
-            stored = self._batches.draw_memory(self._memory, self._count)
+            stored = self.batches.draw_memory(self.memory, self.batch)
             output = network(stored.images)
             terms["replay"] = F.cross_entropy(output.logits, stored.labels)
             sets.append(output.embedding)
@@ -342,10 +324,8 @@ class AuCIDPhase(Phase):
         if not distances:  # neither mixture nor memory
             return {"total": directions.new_zeros(())}
         terms["distance"] = config.distance_weight * torch.stack(distances).sum()
-        total = torch.stack(list(terms.values())).sum()
-        self._optimiser.minimise(total)
-        return {"total": total, **terms}
+        return self.minimise(terms)
 
     def finish(self) -> dict[str, float]:
         """Fits the mixture again and chooses exemplars."""
-        return self._method.finish_target(self._batches.images)
+        return self._finish(self.batches.images)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.functional.numerics import beta_numbers
-from ratp.functional.optim import SGDConfig, StageSGD
+from ratp.functional.optim import SGDConfig
 from ratp.methods.shared.insertion import insert_after
 from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
 from ratp.training.finite import log_draw
@@ -133,13 +133,12 @@ class EFDMPhase(PseudoLabelPhase):
     """Trains EFDM on one domain."""
 
     def __init__(self, method: EFDM, images: Tensor, labels: Tensor | None) -> None:
-        setting, recipe, config = method.setting, method.setting.recipe, method.config
-        optimiser = StageSGD(method.network.parameters(), recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        super().__init__(method, images, labels, optimiser, union=False, refresh=config.refresh)
-        self._memory, self._weight = method.memory, config.memory_weight
+        setting, config = method.setting, method.config
+        super().__init__(method, images, labels, replay=False, refresh=config.refresh)
+        self._weight = config.memory_weight
         self._inputs = setting.training_inputs(self.name)
         self._exemplars, mixing = (setting.generator(name, method.stage) for name in ("styles", "mixing"))
-        self._replays = self.is_target and len(self._memory) > 0
+        self._replays = self.is_target and len(self.memory) > 0
         styles: Styles = "second half" if self._replays else "batch"
         for layer in method.layers:
             layer.generator, layer.styles = mixing, styles
@@ -162,7 +161,7 @@ class EFDMPhase(PseudoLabelPhase):
 
     def _draw_exemplars(self) -> tuple[Tensor, Tensor]:
         """Draws images and labels with replacement, because there may be fewer than a batch."""
-        memory, generator = self._memory, self._exemplars
+        memory, generator = self.memory, self._exemplars
         index = torch.randint(len(memory), (self.batch,), generator=generator, device=memory.images.device)
         log_draw(index, 0)
         return self._inputs(memory.images[index], generator), memory.labels[index]

@@ -53,7 +53,7 @@ from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.functional.losses import entropy, mean_over, scores
 from ratp.functional.norm import affine_parameters
-from ratp.functional.optim import Group, StageSGD
+from ratp.functional.optim import Group
 from ratp.methods.shared.pseudo_labels import PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
 from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, all_groups
@@ -259,10 +259,9 @@ class GSFDASourcePhase(PseudoLabelPhase):
     saved = "_done"
 
     def __init__(self, method: GSFDA, domain: LabelledDomain) -> None:
-        recipe, config, network = method.setting.recipe, method.config, method.network
+        config, network = method.config, method.network
         groups = [(list(parameters), factor) for parameters, factor in all_groups(network, config.backbone_rate)]
-        optimiser = StageSGD(groups, recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        self._copies = method.copies()
+        self._copies, optimiser = method.copies(), method.optimiser(groups)
         super().__init__(method, domain.images, domain.labels, optimiser, generators=self._copies.generators)
         self._config, self._gate = config, method.gate
         self._parameters = [parameter for parameters, _ in groups for parameter in parameters]
@@ -302,7 +301,7 @@ class GSFDAPhase(PseudoLabelPhase):
     saved = "_bank"
 
     def __init__(self, method: GSFDA, images: Tensor) -> None:
-        recipe, config, memory = method.setting.recipe, method.config, method.memory
+        config, memory = method.config, method.memory
         network, gate, self._slot = method.network, method.gate, method.slot_of(method.stage)
         with torch.no_grad():
             free = 1 - used_elsewhere(domain_masks(gate.domains), self._slot)
@@ -317,11 +316,10 @@ class GSFDAPhase(PseudoLabelPhase):
         # _update adds weight decay before the factor 1 − a, so channels of other domains do not decay.
         plain = replace(config.sgd, weight_decay=0.0)
         groups: list[Group] = [(slow, config.backbone_rate), (fast, 1.0)]
-        optimiser = StageSGD(groups, recipe.lr, recipe.epochs, plain, recipe.steps)
-        self._copies = method.copies()
+        self._copies, optimiser = method.copies(), method.optimiser(groups, plain)
         union = config.replay == "union"
-        super().__init__(method, images, None, optimiser, union=union, generators=self._copies.generators)
-        self._config, self._gate, self._memory = config, gate, memory
+        super().__init__(method, images, None, optimiser, replay=union, generators=self._copies.generators)
+        self._config, self._gate = config, gate
         self._union = union and len(memory) > 0
         self._beside = config.replay == "separate" and len(memory) > 1  # one image has no batch statistics
         self._bank = Bank(*torch.zeros(2, 1, 1, device=method.setting.device))
@@ -349,7 +347,7 @@ class GSFDAPhase(PseudoLabelPhase):
         near = self._bank.nearest(embedding, batch.places, self._config.neighbours)
         terms = self._losses(batch, logs, self._bank.logs[near], valid)
         if self._beside:
-            stored = self.batches.draw_memory(self._memory, self.batch)
+            stored = self.batches.draw_memory(self.memory, self.batch)
             terms["replay"] = F.cross_entropy(self.network(stored.images).logits, stored.labels)
         total = torch.stack(list(terms.values())).sum()
         self._update(total)

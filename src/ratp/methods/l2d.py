@@ -207,7 +207,7 @@ class L2DPhase(PseudoLabelPhase):
             factor=config.decay,
             steps=recipe.steps,
         )
-        super().__init__(method, images, labels, optimiser, union=config.replay == "union", refresh=config.refresh)
+        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
         self._l2d, self._config = method, config
         self._style_optimiser = StageSGD(method.style.parameters(), config.style_lr, recipe.epochs, STYLE_SGD)
         self._styles, self._noise = (setting.generator(name, method.stage) for name in ("styles", "embeddings"))

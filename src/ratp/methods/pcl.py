@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.functional.losses import cross_entropy, mean_over, proxy_contrastive
-from ratp.functional.optim import SGDConfig, StageSGD
+from ratp.functional.optim import SGDConfig
 from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
 from ratp.training.method import Setting
@@ -101,9 +101,8 @@ class PCLPhase(PseudoLabelPhase):
     """Trains PCL on one domain."""
 
     def __init__(self, method: PCL, images: Tensor, labels: Tensor | None) -> None:
-        recipe, config = method.setting.recipe, method.config
-        optimiser = StageSGD(method.parameters(), recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        super().__init__(method, images, labels, optimiser, union=config.replay == "union", refresh=config.refresh)
+        config, optimiser = method.config, method.optimiser(method.parameters())
+        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
         self._loss, self._weight, self._copies = method.loss, config.weight, method.copies()
         self.generators = *self.generators, *self._copies.generators
 

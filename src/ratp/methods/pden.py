@@ -50,7 +50,7 @@ from torch.utils.checkpoint import checkpoint
 from ratp.config import switch
 from ratp.errors import RatpError
 from ratp.functional.losses import supervised_contrastive
-from ratp.functional.optim import Adam, SGDConfig, StageSGD
+from ratp.functional.optim import Adam, SGDConfig
 from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
@@ -253,10 +253,9 @@ class PDENStage(PseudoLabelPhase):
     saved = "_generator _back _adam"
 
     def __init__(self, method: PDEN, images: Tensor, labels: Tensor | None) -> None:
-        setting, recipe, config = method.setting, method.setting.recipe, method.config
-        trained = [*method.network.parameters(), *method.projection.parameters()]
-        optimiser = StageSGD(trained, recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        super().__init__(method, images, labels, optimiser, union=config.replay == "union", refresh=config.refresh)
+        setting, config = method.setting, method.config
+        optimiser = method.optimiser([*method.network.parameters(), *method.projection.parameters()])
+        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
         self._pden, self._config, self._number = method, config, method.stage
         self._std, self._mean = (numbers.reshape(-1, 1, 1) for numbers in (method.scaling.std, method.scaling.mean))
         self._noise = setting.generator("generator noise", method.stage)

@@ -46,14 +46,14 @@ from ratp.functional.losses import (
     supervised_contrastive,
 )
 from ratp.functional.norm import only_rows, supports_row_masks
-from ratp.functional.optim import SGDConfig, StageSGD
+from ratp.functional.optim import SGDConfig
 from ratp.functional.pseudo_labels import T2PLConfig, bmd_labels, domain_average, prototype_learning, shot_labels, t2pl
 from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
 from ratp.networks.network import Network, Output
 from ratp.training.memory import Selection
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batch, Batches, NetworkMethod, embed_all, remember, update_labels_
+from ratp.training.phases import Batch, NetworkMethod, NetworkPhase, embed_all, remember, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
@@ -212,7 +212,7 @@ class Inputs(NamedTuple):
     confident: Tensor | None = None
 
 
-class RaTPPhase(Phase):
+class RaTPPhase(NetworkPhase):
     """Trains RaTP on one domain.
 
     How many images get a copy depends on the data. A *compact* step copies only the confident ones. A *static* step
@@ -220,32 +220,23 @@ class RaTPPhase(Phase):
     change, so CUDA can capture it. A target has no ``labels``; ``target_labels`` replace its pseudo-labels.
     """
 
-    saved = "_optimiser _labels _prototypes _has_prototype"
+    saved = "_prototypes _has_prototype"
 
     def __init__(
         self, method: RaTP, images: Tensor, labels: Tensor | None, target_labels: Tensor | None = None
     ) -> None:
-        setting, recipe, config = method.setting, method.setting.recipe, method.config
-        self.name: Literal["source", "target"] = "target" if labels is None else "source"
-        self.epochs, self.steps = recipe.epochs, recipe.steps
-        self._method, self._config, self._recipe, self._device = method, config, recipe, setting.device
-        self._network, self._old, self._memory = method.network, method.old, method.memory
-        self._is_target = labels is None
-        stage = self._memory.seen
-        replayed = self._memory if self._is_target and config.memory.replay == "union" else None
-        given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
-        self._batches = Batches(setting, self.name, stage, images, given, replayed)
-        self._images, self._labels = self._batches.images, self._batches.labels
+        setting, config = method.setting, method.config
+        super().__init__(method, images, labels, replay=config.memory.replay == "union")
+        self._method, self._config, self._device, self._old = method, config, setting.device, method.old
+        self._images, self._labels = self.batches.images, self.batches.labels
         self._target_labels = None if target_labels is None else target_labels.to(self._device)
-        self._prototypes = torch.zeros(len(setting.classes), recipe.network.dim, device=self._device)
+        self._prototypes = torch.zeros(len(setting.classes), self.network.config.dim, device=self._device)
         self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=self._device)
-        self._augmentation = setting.generator("randmix", stage)
-        self._dropout = setting.generator("dropout", stage)
-        self.generators = *self._batches.generators, self._augmentation, self._dropout
-        can_mask = not self._is_target or supports_row_masks(self._network)
+        self._augmentation = setting.generator("randmix", method.stage)
+        self.generators = *self.generators, self._augmentation
+        can_mask = not self.is_target or supports_row_masks(self.network)
         self._static = self.captures = self._device.type == "cuda" and can_mask
-        self._optimiser = StageSGD(self._network.parameters(), recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        self._shared = SharedTraining(None if self._is_target else setting.models, self._describe(), self._network)
+        self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
         if self._shared.is_done:
             self.epochs = 0
 
@@ -254,16 +245,12 @@ class RaTPPhase(Phase):
         switches = {n: value for n, value in as_dict(self._config).items() if n.split(".")[0] not in TARGETS_ONLY}
         return {"kind": type(self).__qualname__, "images": len(self._images), "switches": switches}
 
-    def begin(self) -> None:
-        """Binds dropout to its generator."""
-        self._network.use_generator(self._dropout)
-
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; updates pseudo-labels and averaged prototypes when they are due."""
         config = self._config
-        record = {"lr": self._optimiser.begin_epoch(epoch)}
+        record = super().begin_epoch(epoch)
         due = epoch == 0 or (config.refresh > 0 and epoch % config.refresh == 0)
-        if due and self._is_target:
+        if due and self.is_target:
             record |= self._update_labels(first=epoch == 0)
         if due and config.alignment == "pl":
             self._update_prototypes()
@@ -272,7 +259,7 @@ class RaTPPhase(Phase):
     def step(self) -> dict[str, Tensor]:
         """Updates the network once, on a batch and its RandMix copies."""
         config = self._config
-        batch = self._batches.draw(self._recipe.batch)
+        batch = self.batches.draw(self.batch)
         inputs = self._augment(batch)
         old, output = at_once(
             self._device, lambda: self._old_output(batch, inputs), lambda: self._forward(inputs.images, inputs.valid)
@@ -282,28 +269,26 @@ class RaTPPhase(Phase):
             terms["pca"] = config.pca.weight * mean_over(self._alignment(output.embedding, inputs), inputs.valid)
         if old is not None:
             terms["distill"] = config.distill.weight * self._distillation(batch, inputs, output, old)
-        if self._is_target and config.memory.replay == "separate" and len(self._memory):
+        if self.is_target and config.memory.replay == "separate" and len(self.memory):
             terms["replay"] = self._replay()
-        total = torch.stack(list(terms.values())).sum()
-        self._optimiser.minimise(total)
         confident = {} if inputs.confident is None else {"confident": inputs.confident.float().mean()}
-        return {"total": total, **terms, **confident}
+        return self.minimise(terms) | confident
 
     def finish(self) -> dict[str, float]:
         """Chooses exemplars and makes the trained model the old one."""
         config = self._config.memory
         record = self._shared.finish()
-        if self._is_target and config.labels == "final":
+        if self.is_target and config.labels == "final":
             record |= {f"final_{name}": value for name, value in self._update_labels(first=False).items()}
         setting, images, labels = self._method.setting, self._images, self._labels
-        record |= remember(setting, self._memory, self._network, images, labels, config.selection, config.features)
-        self._method.old = self._network.frozen_copy()
+        record |= remember(setting, self.memory, self.network, images, labels, config.selection, config.features)
+        self._method.old = self.network.frozen_copy()
         return record
 
     # Pseudo-labels: T2PL, or what replaces it.
 
     def _update_labels(self, *, first: bool) -> dict[str, float]:
-        embedding, probabilities = embed_all(self._network, self._method.setting, self._images)
+        embedding, probabilities = embed_all(self.network, self._method.setting, self._images)
         return update_labels_(self._labels, self._pseudo_labels(embedding, probabilities), probabilities, first=first)
 
     def _pseudo_labels(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
@@ -325,7 +310,7 @@ class RaTPPhase(Phase):
         clean, labels = batch.images, batch.labels
         if not self._config.augment:
             return Inputs(clean, labels)
-        if not self._is_target:
+        if not self.is_target:
             return Inputs(torch.cat([clean, self._copy(clean)]), torch.cat([labels, labels]))
         if not self._static:
             chosen = self._confident(batch)
@@ -343,9 +328,9 @@ class RaTPPhase(Phase):
     def _confident(self, batch: Batch) -> Tensor:
         """Chooses the images of a target batch that get a copy."""
         config = self._config
-        self._network.eval()
+        self.network.eval()
         with torch.no_grad():
-            confidence = self._network(batch.images).logits.softmax(dim=1).amax(dim=1)
+            confidence = self.network(batch.images).logits.softmax(dim=1).amax(dim=1)
         chosen = confidence > config.r_con if config.strict else confidence >= config.r_con
         if not config.augment_replay:
             chosen = chosen & ~batch.replayed
@@ -357,7 +342,7 @@ class RaTPPhase(Phase):
 
     def _forward(self, images: Tensor, valid: Tensor | None) -> Output:
         """Passes the batch and its copies, together or one after the other; BatchNorm mixes what passes together."""
-        network, count = self._network.train(), self._recipe.batch
+        network, count = self.network.train(), self.batch
         if self._config.joint_batch or len(images) == count:
             with only_rows(network, valid):
                 return network(images)
@@ -378,7 +363,7 @@ class RaTPPhase(Phase):
 
     def _alignment(self, embedding: Tensor, inputs: Inputs) -> Tensor:
         """Computes PCA, or the loss that replaces it, for every row."""
-        config, prototypes, labels, valid = self._config, self._network.prototypes, inputs.labels, inputs.valid
+        config, prototypes, labels, valid = self._config, self.network.prototypes, inputs.labels, inputs.valid
         if config.alignment == "pl":
             return prototype_learning(embedding, labels, self._prototypes, self._has_prototype, config.pca.scale)
         if config.alignment == "scl":
@@ -390,12 +375,12 @@ class RaTPPhase(Phase):
 
     def _update_prototypes(self) -> None:
         """Averages the prototypes of prototype learning, in place: a captured step reads them there."""
-        memory = self._memory
+        memory = self.memory
         images, labels, domains = self._images, self._labels, torch.full_like(self._labels, memory.seen)
         if len(memory):
             images, labels = torch.cat([images, memory.images]), torch.cat([labels, memory.labels])
             domains = torch.cat([domains, memory.domains])
-        embedding, _ = embed_all(self._network, self._method.setting, images)
+        embedding, _ = embed_all(self.network, self._method.setting, images)
         means, exists = domain_average(embedding, labels, domains, len(self._prototypes))
         self._prototypes.copy_(means)
         self._has_prototype.copy_(exists)
@@ -404,8 +389,8 @@ class RaTPPhase(Phase):
         config = self._config.distill
         pick, valid = self._distilled_rows(batch, inputs)
         if config.student == "eval":
-            output = self._network.eval()(pick(inputs.images))
-            self._network.train()
+            output = self.network.eval()(pick(inputs.images))
+            self.network.train()
         else:
             output = Output(*map(pick, output))
         if config.on == "embedding":
@@ -422,5 +407,5 @@ class RaTPPhase(Phase):
         return lambda tensor: tensor[:count][fresh], None
 
     def _replay(self) -> Tensor:
-        batch = self._batches.draw_memory(self._memory, self._recipe.batch)
-        return F.cross_entropy(self._network(batch.images).logits, batch.labels)
+        batch = self.batches.draw_memory(self.memory, self.batch)
+        return F.cross_entropy(self.network(batch.images).logits, batch.labels)

@@ -36,7 +36,6 @@ from ratp.config import switch
 from ratp.data.domain import UnlabelledDomain
 from ratp.functional.losses import entropy
 from ratp.functional.numerics import beta_numbers, ranks_within
-from ratp.functional.optim import StageSGD
 from ratp.methods.shared.source_free import RotationConfig, SourceFreeMethod, Views, extractor_groups, rotation_phases
 from ratp.training.finite import log_draw
 from ratp.training.phase import Phase
@@ -161,7 +160,7 @@ class MixMatchPhase(Phase):
         groups = extractor_groups(self._network, config.backbone_rate)
         if config.new_classifier:
             groups.append((self._network.classifier.parameters(), 1.0))
-        self._optimiser = StageSGD(groups, recipe.lr, recipe.epochs, method.config.sgd, recipe.steps)
+        self._optimiser = method.optimiser(groups)
         # i / I, the share of the phase that is done, on the device
         self._progress = torch.zeros((), device=setting.device)
         self._zero = torch.zeros((), device=setting.device)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.functional.losses import information_maximisation, logit_entropy
-from ratp.functional.optim import Group, SGDConfig, StageSGD
+from ratp.functional.optim import Group, SGDConfig
 from ratp.methods.shared.insertion import insert_after
 from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
 from ratp.training.method import Setting
@@ -185,10 +185,8 @@ class SNRPhase(PseudoLabelPhase):
     """Trains SNR on one domain."""
 
     def __init__(self, method: SNR, images: Tensor, labels: Tensor | None) -> None:
-        recipe, config = method.setting.recipe, method.config
-        groups = method.groups(classifier=labels is not None)
-        optimiser = StageSGD(groups, recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        super().__init__(method, images, labels, optimiser, union=config.replay == "union", refresh=config.refresh)
+        config, optimiser = method.config, method.optimiser(method.groups(classifier=labels is not None))
+        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
         self._config, self._dual_loss = config, method.dual_loss
 
     def step(self) -> dict[str, Tensor]:

@@ -1,22 +1,22 @@
-"""Parts that methods share: batches with replay, supervised training, single passes, exemplars, and a base class."""
+"""What methods share: batches with replay, exemplars, supervised training, and base classes for one network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from ratp._core.state import Stateful
 from ratp.config import as_dict
-from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.functional.optim import Group, SGDConfig, StageSGD
+from ratp.data.domain import LabelledDomain
+from ratp.functional.optim import Adam, Group, SGDConfig, StageSGD
 from ratp.networks.network import Network, Output
 from ratp.training.finite import log_draw
 from ratp.training.memory import Memory, Selection
-from ratp.training.method import Method, OnlineMethod, Setting, pack, unpack
+from ratp.training.method import Method, Setting, pack, unpack
 from ratp.training.phase import Phase
 from ratp.training.recipe import classify, embed, run_in_chunks
 from ratp.training.source_cache import SharedTraining
@@ -180,57 +180,6 @@ class SupervisedPhase(Phase):
         return self._shared.finish() | (self._finish(self._domain) if self._finish else {})
 
 
-class SinglePass(Phase):
-    """Shows every image of a domain to an online method once, batch by batch in random order.
-
-    Args:
-        method: The method that observes.
-        setting: Recipe, randomness and device.
-        domain: The domain to show.
-        stage: Number of the stage; it seeds the order.
-        finish: Called at the end with the domain's images; its result is recorded.
-    """
-
-    name = "pass"
-    epochs = 1
-    saved = "_next"
-
-    def __init__(
-        self,
-        method: OnlineMethod,
-        setting: Setting,
-        domain: UnlabelledDomain,
-        stage: int,
-        finish: Callable[[Tensor], dict[str, float]] | None = None,
-    ) -> None:
-        self._method, self._finish = method, finish
-        self._images = domain.images.to(setting.device)
-        order = torch.randperm(len(self._images), generator=setting.randomness.generator("pass", stage))
-        self._parts = list(torch.split(order.to(setting.device), setting.recipe.batch))
-        if len(self._parts) > 1 and len(self._parts[-1]) < 2:  # one image has no batch statistics
-            self._parts[-2:] = [torch.cat(self._parts[-2:])]
-        self.steps = len(self._parts)
-        self._next = 0
-
-    def begin_epoch(self, epoch: int) -> dict[str, float]:
-        """Goes to the first batch."""
-        del epoch
-        self._next = 0
-        return {}
-
-    def step(self) -> dict[str, Tensor]:
-        """Lets the method observe one batch."""
-        part = self._parts[self._next]
-        log_draw(part)
-        logits = self._method.observe(self._images[part])
-        self._next += 1
-        return {"entropy": torch.special.entr(logits.softmax(dim=1)).sum(dim=1).mean()}
-
-    def finish(self) -> dict[str, float]:
-        """Calls ``finish``."""
-        return self._finish(self._images) if self._finish else {}
-
-
 def embed_all(network: Network, setting: Setting, images: Tensor) -> tuple[Tensor, Tensor]:
     """Returns embeddings and softmax of uint8 images, in evaluation mode and without augmentation."""
     embedding, logits = run_in_chunks(network, network, images, setting.scaling())
@@ -303,6 +252,11 @@ class NetworkMethod(Method):
         """Returns embeddings of uint8 images, by running statistics."""
         return embed(self.network, images, self.scaling)
 
+    def optimiser(self, parameters: Iterable[nn.Parameter] | Sequence[Group], sgd: SGDConfig | None = None) -> StageSGD:
+        """Returns the SGD of one stage, at the recipe's rate; by the switch ``sgd`` of the method, or another."""
+        recipe = self.setting.recipe
+        return StageSGD(parameters, recipe.lr, recipe.epochs, sgd or self.config.sgd, recipe.steps)
+
     def remember(self, images: Tensor, labels: Tensor) -> dict[str, float]:
         """Puts the exemplars of a domain into the memory."""
         return remember(self.setting, self.memory, self.network, images, labels)
@@ -316,3 +270,61 @@ class NetworkMethod(Method):
         parts = unpack(state)
         self.network.load_state_dict(parts["network"])
         self.memory.load_state(parts["memory"])
+
+
+class NetworkPhase(Phase):
+    """Trains a method's network on batches of one domain; a subclass adds :meth:`step`.
+
+    At the end it puts exemplars into the memory, by the labels in ``batches.labels``. A target begins with zeros there;
+    the subclass writes its pseudo-labels into them.
+
+    Args:
+        method: The method whose network is trained.
+        images: All images of the domain.
+        labels: Their labels; None: the domain is a target.
+        optimiser: What trains; None: the method's SGD on all parameters of its network.
+        replay: Whether batches of a target come from target and memory together.
+        generators: Generators that ``step`` uses besides those of the batches and of dropout.
+    """
+
+    saved = "optimiser batches"
+
+    def __init__(
+        self,
+        method: NetworkMethod,
+        images: Tensor,
+        labels: Tensor | None,
+        optimiser: StageSGD | Adam | None = None,
+        *,
+        replay: bool = True,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
+        recipe, setting, stage = method.setting.recipe, method.setting, method.stage
+        self.is_target = labels is None
+        self.name: Literal["source", "target"] = "target" if labels is None else "source"
+        self.epochs, self.steps, self.batch = recipe.epochs, recipe.steps, recipe.batch
+        self.method, self.network, self.memory = method, method.network, method.memory
+        self.optimiser = optimiser or method.optimiser(method.network.parameters())
+        given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
+        memory = method.memory if self.is_target and replay else None
+        self.batches = Batches(setting, self.name, stage, images, given, memory)
+        self._dropout = setting.generator("dropout", stage)
+        self.generators = *self.batches.generators, self._dropout, *generators
+
+    def begin(self) -> None:
+        """Binds dropout to its generator."""
+        self.network.use_generator(self._dropout)
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Sets the learning rate."""
+        return {"lr": self.optimiser.begin_epoch(epoch)}
+
+    def minimise(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes a step on the sum of some loss terms; returns what to record of them."""
+        total = torch.stack(list(terms.values())).sum()
+        self.optimiser.minimise(total)
+        return {"total": total, **terms}
+
+    def finish(self) -> dict[str, float]:
+        """Puts exemplars into the memory, by the last labels."""
+        return self.method.remember(self.batches.images, self.batches.labels)

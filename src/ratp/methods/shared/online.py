@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, final
@@ -17,9 +17,10 @@ from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
 from ratp.functional.norm import affine_parameters, batch_norms, by_batch
 from ratp.functional.optim import Adam, SGDConfig, StageSGD
 from ratp.networks.network import Network
+from ratp.training.finite import log_draw
 from ratp.training.method import OnlineMethod, Setting, Statistics, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batches, NetworkMethod, SinglePass, SupervisedPhase
+from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase
 from ratp.training.recipe import Scaling, classify
 
 # Fewest images whose statistics represent a domain.
@@ -56,10 +57,10 @@ class AdaptationConfig:
 LARGE_STEPS: Mapping[str, Any] = {"step.optimiser": "sgd", "step.rate": 2.5e-4}
 
 
-def in_batches(order: Tensor, size: int) -> list[Tensor]:
-    """Splits an order into batches of ``size``; a shorter last one joins the one before."""
+def in_batches(order: Tensor, size: int, smallest: int | None = None) -> list[Tensor]:
+    """Splits an order into batches; a last one of fewer than ``smallest`` (None: ``size``) joins the one before."""
     parts = list(torch.split(order, size))
-    if len(parts) > 1 and len(parts[-1]) < size:
+    if len(parts) > 1 and len(parts[-1]) < (smallest or size):
         last = parts.pop()
         parts[-1] = torch.cat([parts[-1], last])
     return parts
@@ -106,6 +107,56 @@ def tracking(network: Network) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.eval()
+
+
+class SinglePass(Phase):
+    """Shows every image of a domain to an online method once, batch by batch in random order.
+
+    Args:
+        method: The method that observes.
+        setting: Recipe, randomness and device.
+        domain: The domain to show.
+        stage: Number of the stage; it seeds the order.
+        finish: Called at the end with the domain's images; its result is recorded.
+    """
+
+    name = "pass"
+    epochs = 1
+    saved = "_next"
+
+    def __init__(
+        self,
+        method: OnlineMethod,
+        setting: Setting,
+        domain: UnlabelledDomain,
+        stage: int,
+        finish: Callable[[Tensor], dict[str, float]] | None = None,
+    ) -> None:
+        self._method, self._finish = method, finish
+        self._images = domain.images.to(setting.device)
+        order = torch.randperm(len(self._images), generator=setting.randomness.generator("pass", stage))
+        # One image has no batch statistics.
+        self._parts = in_batches(order.to(setting.device), setting.recipe.batch, smallest=2)
+        self.steps = len(self._parts)
+        self._next = 0
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Goes to the first batch."""
+        del epoch
+        self._next = 0
+        return {}
+
+    def step(self) -> dict[str, Tensor]:
+        """Lets the method observe one batch."""
+        part = self._parts[self._next]
+        log_draw(part)
+        logits = self._method.observe(self._images[part])
+        self._next += 1
+        return {"entropy": torch.special.entr(logits.softmax(dim=1)).sum(dim=1).mean()}
+
+    def finish(self) -> dict[str, float]:
+        """Calls ``finish``."""
+        return self._finish(self._images) if self._finish else {}
 
 
 class OnlineNetwork(OnlineMethod, NetworkMethod):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ratp.functional.optim import StageSGD
 from ratp.functional.pseudo_labels import shot_labels
 from ratp.training.method import pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batches, NetworkMethod, embed_all, update_labels_
+from ratp.training.phases import NetworkMethod, NetworkPhase, embed_all, update_labels_
 
 Finish = Callable[[Tensor, Tensor], dict[str, float]]
 
@@ -47,59 +46,38 @@ class PseudoLabelMethod(NetworkMethod):
             module.load_state_dict(unpack(state)[name])
 
 
-class PseudoLabelPhase(Phase):
+class PseudoLabelPhase(NetworkPhase):
     """Trains on one domain; a subclass defines ``step``, which must allow capture.
 
-    On a target (``labels`` is None), the network labels all images every ``refresh`` epochs. With ``union``, batches
-    come from target and memory together. The last labels go to ``finish``, by default into the memory.
+    On a target, the network labels all images every ``refresh`` epochs. The last labels go to ``finish``, by default
+    into the memory.
     """
 
     captures = True
-    saved = "optimiser batches"
 
     def __init__(
         self,
         method: NetworkMethod,
         images: Tensor,
         labels: Tensor | None,
-        optimiser: StageSGD,
+        optimiser: StageSGD | None = None,
         *,
-        union: bool = True,
+        replay: bool = True,
         refresh: int = 1,
         generators: Sequence[torch.Generator] = (),
         finish: Finish | None = None,
     ) -> None:
-        recipe, setting, stage = method.setting.recipe, method.setting, method.stage
-        self.name: Literal["source", "target"] = "target" if labels is None else "source"
-        self.epochs, self.steps = recipe.epochs, recipe.steps
-        self.is_target, self.batch = labels is None, recipe.batch
-        self.method, self.network, self.optimiser = method, method.network, optimiser
-        given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
-        self.batches = Batches(
-            setting, self.name, stage, images, given, method.memory if self.is_target and union else None
-        )
-        self._dropout = setting.generator("dropout", stage)
-        self.generators = *self.batches.generators, self._dropout, *generators
+        super().__init__(method, images, labels, optimiser, replay=replay, generators=generators)
         self._refresh, self._finish = refresh, finish or method.remember
-
-    def begin(self) -> None:
-        """Binds dropout to its generator."""
-        self.network.use_generator(self._dropout)
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; labels the images of a target when due."""
-        rate = {"lr": self.optimiser.begin_epoch(epoch)}
+        rate = super().begin_epoch(epoch)
         if not self.is_target or epoch % self._refresh:
             return rate
         embedding, probabilities = embed_all(self.network, self.method.setting, self.batches.images)
         labels = self.label(embedding, probabilities)
         return rate | update_labels_(self.batches.labels, labels, probabilities, first=epoch == 0)
-
-    def minimise(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Takes a step on the sum of some loss terms; returns what to record of them."""
-        total = torch.stack(list(terms.values())).sum()
-        self.optimiser.minimise(total)
-        return {"total": total, **terms}
 
     def label(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
         """Returns SHOT's labels for all images of the domain."""

@@ -17,7 +17,7 @@ from ratp.data.domain import LabelledDomain
 from ratp.errors import ConfigError
 from ratp.functional.losses import cross_entropy, information_maximisation
 from ratp.functional.numerics import in_chunks
-from ratp.functional.optim import Group, SGDConfig, StageSGD
+from ratp.functional.optim import Group, SGDConfig
 from ratp.methods.shared.pseudo_labels import Finish, PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import Copies
 from ratp.networks.network import Network, Output
@@ -145,11 +145,10 @@ class TargetPhase(PseudoLabelPhase):
         generators: Sequence[torch.Generator] = (),
         finish: Finish | None = None,
     ) -> None:
-        recipe, config = method.setting.recipe, method.config
-        optimiser = StageSGD(groups, recipe.lr, recipe.epochs, config.sgd, recipe.steps)
-        union = config.replay == "union"
-        super().__init__(method, images, None, optimiser, union=union, generators=generators, finish=finish)
-        self._memory, self._replays = method.memory, config.replay == "separate"
+        replay, optimiser = method.config.replay, method.optimiser(groups)
+        union = replay == "union"
+        super().__init__(method, images, None, optimiser, replay=union, generators=generators, finish=finish)
+        self._replays = replay == "separate"
 
     @abstractmethod
     def losses(self, batch: Batch, output: Output) -> dict[str, Tensor]:
@@ -167,8 +166,8 @@ class TargetPhase(PseudoLabelPhase):
         batch = self.batches.draw(self.batch)
         output = self.forward(batch.images)
         terms = self.losses(batch, output)
-        if self._replays and len(self._memory):
-            stored = self.batches.draw_memory(self._memory, self.batch)
+        if self._replays and len(self.memory):
+            stored = self.batches.draw_memory(self.memory, self.batch)
             if len(stored.images) > 1:  # one image has no batch statistics
                 terms["replay"] = F.cross_entropy(self.network(stored.images).logits, stored.labels)
         result = self.minimise(terms)
@@ -213,7 +212,7 @@ class RotationPhase(Phase):
         self._views = Views(setting, "rotation", stage)
         self._turns, self._measuring = (setting.generator(f"rotation {use}", stage) for use in ("turns", "measuring"))
         self.generators = *self._views.generators, self._turns
-        self._optimiser = StageSGD(task.head.parameters(), recipe.lr, recipe.epochs, method.config.sgd, recipe.steps)
+        self._optimiser = method.optimiser(task.head.parameters())
         self._pairs: tuple[Tensor, Tensor] | None = None
         self._best = -1.0
         self._kept: dict[str, Tensor] = {}
