@@ -45,6 +45,7 @@ FAULTS = {
     21: "another run takes over the folder",
     25: "cached pixels are damaged",
     30: "a study that names a program",
+    31: "programs in the current folder",
 }
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+
+# `python -m` looks for modules in the current folder first: anything there called numpy.py would run.
+if __name__ == "__main__" and not sys.flags.safe_path and __file__ != f"{sys.path[0]}/ratp/__main__.py":
+    del sys.path[0]
+
+import signal
 from collections.abc import Callable
 
 

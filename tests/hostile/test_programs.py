@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import ratp as package
 from helpers import ratp
 from tiny_study import grid, study_file
 
+IMPORTS = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
 EVIL = "from pathlib import Path\nPath({mark!r}).touch()\n"
 
 
@@ -69,3 +74,30 @@ def test_programs_of_a_run(mark, words):
     Path("run/config.json").write_text(json.dumps({**config, "method": "m.py", "method_file": "0" * 64}))
     ratp(*words)
     assert not mark.exists()
+
+
+@pytest.fixture
+def modules(mark):
+    """Modules in the current folder that create a file, one by one, when they are imported."""
+    for name in ("numpy", "ray", "torch", "typer", "signal", "h5py"):
+        Path(f"{name}.py").write_text(EVIL.format(mark=str(mark.parent / f"run-{name}")))
+    return lambda: sorted(mark.parent.glob("run*"))
+
+
+@pytest.mark.faults(31, "`python -m ratp` does not import them")
+def test_modules_in_the_current_folder(modules):
+    done = subprocess.run([sys.executable, "-m", "ratp", "--version"], env=IMPORTS, capture_output=True, check=False)
+    assert (done.returncode, modules()) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.faults(31, "workers on a Ray cluster do not import them, nor a ratp.py")
+def test_modules_and_workers(modules, mark):
+    pytest.importorskip("ray")
+    Path("ratp.py").write_text(EVIL.format(mark=str(mark)))
+    file = study_file(Path(), grid('methods = ["source-only"]', "seeds = [1]"))
+    words = ["study", "run", file, "--device", "cpu", "--on", "ray", "--ray-address", "local", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "ratp", *words], env=IMPORTS, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, modules()) == (0, []), done.stderr

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,13 +122,23 @@ def _joined(place: str) -> Iterator[None]:
     with _hushed():
         try:
             with _own_handler():
-                ray.init(place, include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL)
+                job = ray.job_config.JobConfig()
+                job._py_driver_sys_path = _NoFolders()
+                quietly = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.CRITICAL}
+                ray.init(place, job_config=job, **quietly)
         except (OSError, RuntimeError, ValueError) as error:
             raise RatpError(f"cannot join a Ray cluster: {_line(error).rstrip('.')}.{_hint(place, error)}") from error
         try:
             yield
         finally:
             ray.shutdown()
+
+
+class _NoFolders(list[str]):
+    """Where workers look for modules first: nowhere, although Ray would add the current folder."""
+
+    def extend(self, folders: Iterable[str]) -> None:
+        """Adds nothing."""
 
 
 def _found(place: str) -> str:
