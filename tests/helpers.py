@@ -196,7 +196,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     def read(path: Path) -> bytes:
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        with patch.object(Path, "read_bytes", side_effect=denied) if path.name == name else nullcontext():
+        with patch.object(files, "open_file", side_effect=denied) if path.name == name else nullcontext():
             return usual(path)
 
     monkeypatch.setattr(files, "read_bytes", read)

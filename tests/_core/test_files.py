@@ -288,6 +288,6 @@ class TestTensors:
 
 def test_inaccessible_folder_is_reported(tmp_path, monkeypatch):
     """Nothing says then whether the file is there."""
-    monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(UnreadableFileError, match=r"cannot read .*tensors: Permission denied\."):
         read_tensors(tmp_path / "tensors")

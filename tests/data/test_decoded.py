@@ -442,7 +442,7 @@ class TestWithoutACache:
             raise PermissionError(errno.EROFS, "Read-only file system")
 
         monkeypatch.setattr(decoded_cache.os, "utime", refused)
-        monkeypatch.setattr(decoded_cache.tempfile, "mkstemp", refused)
+        monkeypatch.setattr(decoded_cache, "new_file", refused)
         no_reading()
         assert is_same(open_decoded(source, 8, cache=cache), first)
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -430,7 +429,7 @@ class TestInterrupted:
     def test_killed_at_any_write(self, untouched, write, leftover, tmp_path, monkeypatch):
         """Each file in turn is about to be replaced; nothing cleans up after a killed process."""
         folder = tmp_path / "run"
-        real_write, real_temporary, written, temporary = ratp._core.files.write_bytes, tempfile.mkstemp, [], []
+        real_write, real_temporary, written, temporary = ratp._core.files.write_bytes, ratp._core.files.new_file, [], []
 
         class Killed(BaseException):
             pass
@@ -444,14 +443,14 @@ class TestInterrupted:
                     real_write(path, data)
             raise Killed
 
-        def noted(**options):
-            handle, name = real_temporary(**options)
-            temporary.append(Path(name))
-            return handle, name
+        def noted(*place):
+            handle, path = real_temporary(*place)
+            temporary.append(path)
+            return handle, path
 
         with monkeypatch.context() as during:
             during.setattr(ratp._core.files, "write_bytes", dying)
-            during.setattr(tempfile, "mkstemp", noted)
+            during.setattr(ratp._core.files, "new_file", noted)
             with pytest.raises(Killed):
                 Run(toy_plan(), folder).execute()
         if leftover:

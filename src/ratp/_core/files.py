@@ -14,7 +14,6 @@ import math
 import os
 import reprlib
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from ratp._core.locks import check_claim
 from ratp.errors import RunDirectoryError
 
 if TYPE_CHECKING:
+    from io import BufferedReader
+
     from torch import Tensor
 
 _TEMPORARY = ".part-"
@@ -65,19 +66,46 @@ def _reading(path: Path) -> Iterator[None]:
         raise UnreadableFileError(f"cannot read {path}: {error.strerror or error}.") from error
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Opens a file for reading; raises OSError at a folder, and at a pipe or device, which could make it wait."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+
+
+def new_file(folder: Path, start: str) -> tuple[int, Path]:
+    """Creates a file with a new name that begins with ``start``, with the permissions that the umask leaves."""
+    while True:
+        path = folder / f"{start}{os.urandom(6).hex()}"
+        with suppress(FileExistsError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), path
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder and those above it, if needed, so that they last if the power fails."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with suppress(OSError):  # a folder that may be written to, but not read
+            _sync_folder(path.parent)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file that replaces ``path`` in one step at the end of the block, unless the block fails."""
     if path.exists() and not path.is_symlink() and not path.is_file():  # a device would become a file
         raise OSError(errno.EINVAL, "it exists and is not a file")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}{_TEMPORARY}")
-    temporary = Path(name)
+    handle, temporary = new_file(path.parent, f".{path.name}{_TEMPORARY}")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         check_claim(path)  # again, because writing may have taken long
         temporary.replace(path)
     finally:
@@ -140,13 +168,11 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_bytes(path: Path) -> bytes:
     """Reads a text or JSON file; refuses pipes, devices and files larger than any that ratp writes."""
-    with _reading(path):
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
-            raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, not a file.")
-        if about.st_size > _MOST_TEXT:
-            raise RunDirectoryError(f"cannot read {path}: it has {about.st_size:,} bytes, more than ratp ever writes.")
-        return path.read_bytes()
+    with _reading(path), open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_TEXT:
+            raise RunDirectoryError(f"cannot read {path}: it has {size:,} bytes, more than ratp ever writes.")
+        return file.read()
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -199,10 +225,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     from safetensors import SafetensorError, safe_open
 
-    with _reading(path):
-        path.stat()
-        if not os.access(path, os.R_OK):  # safetensors would call it missing
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    with _reading(path), open_file(path):
+        pass  # safetensors would wait for a pipe, and call a file missing that cannot be read
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -218,7 +242,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def read_about(path: Path) -> dict[str, Any]:
     """Reads the metadata of a safetensors file, without its tensors or torch; empty if there is none that is valid."""
-    with _reading(path), path.open("rb") as file:
+    with _reading(path), open_file(path) as file:
         header = file.read(min(int.from_bytes(file.read(8), "little"), _MOST_TEXT))
     with suppress(ValueError, KeyError, TypeError):
         about = parse_json(parse_json(header)["__metadata__"]["about"])
@@ -252,7 +276,7 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 def sha256_of(path: Path) -> str:
     """Computes the sha256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -6,10 +6,12 @@ its file, wherever that is moved, but writes go by path: :func:`check_claim` tel
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import platform
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,8 @@ from ratp.errors import RunDirectoryError
 
 LOCK_FILE = ".lock"
 _NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+# What a lock file of a folder says while it is held begins so, and is shorter than this.
+_BEGINNING, _MOST = b'{"pid": ', 4096
 # The folders that this process holds, with the lock file of each.
 _CLAIMS: dict[Path, os.stat_result] = {}
 
@@ -58,7 +62,7 @@ def acquire(path: Path, how: int = fcntl.LOCK_EX) -> HeldLock:
         OSError: If the file cannot be written.
     """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = _open(path, os.O_RDWR | os.O_CREAT)
         try:
             lock = HeldLock(path, handle, _flock(handle, how))
             if not lock.keeps_out or _is_at(path, os.fstat(handle)):
@@ -67,6 +71,20 @@ def acquire(path: Path, how: int = fcntl.LOCK_EX) -> HeldLock:
             os.close(handle)
             raise
         os.close(handle)  # its last holder removed it, and another may hold a new one
+
+
+def _open(path: Path, flags: int) -> int:
+    """Opens a lock file; refuses what leads to something that may not be ratp's, and waits for nothing."""
+    wrong = OSError(errno.EINVAL, f"its {path.name} is a link, a pipe or a device, so remove that")
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise (wrong if error.errno == errno.ELOOP else error) from None
+    about = os.fstat(handle)
+    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:
+        return handle
+    os.close(handle)
+    raise wrong
 
 
 def _flock(handle: int, how: int) -> bool:
@@ -141,18 +159,24 @@ def exclusive(folder: Path) -> Iterator[None]:
         if not lock.keeps_out:
             raise RunDirectoryError(f"cannot lock {path}. Choose a folder on another file system with --out.")
         holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with suppress(OSError):  # on a full disk, the folder is locked anyway
-            os.ftruncate(lock.handle, 0)
-            os.pwrite(lock.handle, json.dumps(holder).encode(), 0)
+        _write(lock.handle, json.dumps(holder).encode())
         try:
             _CLAIMS[folder] = os.fstat(lock.handle)
             yield
         finally:
             _CLAIMS.pop(folder, None)
-            with suppress(OSError):
-                os.ftruncate(lock.handle, 0)
+            _write(lock.handle, b"")
     finally:
         os.close(lock.handle)
+
+
+def _write(handle: int, text: bytes) -> None:
+    """Replaces what a lock file says, unless ratp did not write it; if it cannot be written, the lock holds anyway."""
+    with suppress(OSError):
+        size = os.fstat(handle).st_size
+        if size == 0 or (size < _MOST and os.pread(handle, len(_BEGINNING), 0) == _BEGINNING):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, text, 0)
 
 
 def _hold_soon(path: Path) -> HeldLock:
@@ -167,7 +191,8 @@ def _hold_soon(path: Path) -> HeldLock:
 def _holder(path: Path) -> tuple[str, str]:
     """Reads which process holds a lock, on which machine and since when."""
     try:
-        data = json.loads(path.read_bytes())
+        with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
+            data = json.loads(file.read(_MOST))
         return f"process {data['pid']}", f" on {data['host']} since {data['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process", ""
@@ -181,7 +206,7 @@ def is_held(folder: Path) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether some process has locked a file; permission to read it is enough to ask."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

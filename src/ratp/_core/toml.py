@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from ratp._core.files import open_file
 from ratp.errors import ConfigError, unknown
 
 _KINDS: Mapping[type, str] = {str: "a text", list: "a list", bool: "true or false", dict: "a table"}
@@ -15,7 +17,8 @@ _KINDS: Mapping[type, str] = {str: "a text", list: "a list", bool: "true or fals
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """Reads a TOML file; ``kind`` is what messages call it, e.g. ``study``."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors start with a byte order mark
+        with TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:  # some editors start with a byte order mark
+            return tomllib.loads(file.read())
     except OSError as error:
         raise ConfigError(f"cannot read the {kind} {path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ratp._core.environment import quietly
-from ratp._core.files import WEIGHTS, read_tensors, sha256_of, write_tensors
+from ratp._core.files import WEIGHTS, open_file, read_tensors, sha256_of, write_tensors
 from ratp.errors import ConfigError, RatpError
 from ratp.networks.backbones import NAMES, expected_tensors
 from ratp.networks.weight_matching import Match, abbreviate, best_match, matching_backbone, refuse_non_finite
@@ -55,7 +55,7 @@ def _refusal(path: Path, reason: str) -> str:
         return f"holds more than tensors: it asks for {asked[1]!r}. Nothing in it was run. {advice}"
     if "TorchScript" in reason:
         return f"holds a TorchScript program. Nothing in it was run. {advice}"
-    with path.open("rb") as file:
+    with open_file(path) as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     return "is truncated or damaged. Get it again." if is_zip else f"is damaged, or no checkpoint of tensors. {advice}"
 
@@ -74,7 +74,7 @@ def state_dicts(data: Any, depth: int = _DEPTH) -> Iterator[dict[str, Tensor]]:
 
 def looks_like(path: Path) -> str | None:
     """Describes what a file that should contain weights seems to be instead; None if nothing else."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         head = file.read(512)
     if not head:
         return "is empty"
@@ -138,7 +138,8 @@ def _check_files(source: Path, target: Path, *, replace: bool) -> None:
     problems = []
     try:
         if not source.is_file():
-            problems.append(f"{source} is a folder: give a file." if source.is_dir() else f"{source} does not exist.")
+            kind = "is a folder" if source.is_dir() else "is a pipe or a device"
+            problems.append(f"{source} {kind}: give a file." if source.exists() else f"{source} does not exist.")
         if target.suffix.lower() != ".safetensors":
             problems.append(f"the file to write must end in .safetensors, got {str(target)!r}.")
         elif target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from ratp._core.files import (
     WEIGHTS,
     LostFileError,
     NewerFileError,
+    make_folder,
     read_bytes,
     read_json,
     read_tensors,
@@ -85,7 +87,7 @@ def _only_method_file_edited(folder: Path, there: Mapping[str, Any], here: Mappi
 def prepare_folder(folder: Path) -> bool:
     """Creates a folder if needed and returns whether it holds a run."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         present = files_in(folder)
     except OSError as error:
         raise RunDirectoryError(
@@ -115,6 +117,9 @@ class Journal:
         """Appends an event."""
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(self._line(event))
+            if event["event"] in ("stage_finished", "run_finished"):
+                file.flush()
+                os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
         """Reads all events."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ratp
+from ratp._core.files import open_file
 
 _SMALL = 1 << 20  # bytes; larger files are not hashed but compared by size and time
 
@@ -30,8 +31,9 @@ def _mark(path: Path) -> str:
     try:
         if path.is_dir():
             return _sha256("\n".join(sorted(item.name for item in path.iterdir())).encode(errors="surrogateescape"))
-        about = path.stat()
-        return _sha256(path.read_bytes()) if about.st_size < _SMALL else f"{about.st_size} {about.st_mtime_ns}"
+        with open_file(path) as file:
+            about = os.fstat(file.fileno())
+            return _sha256(file.read()) if about.st_size < _SMALL else f"{about.st_size} {about.st_mtime_ns}"
     except (OSError, ValueError):
         return ""
 

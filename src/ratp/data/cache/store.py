@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ratp._core.files import DECODED, read_json, write_json
+from ratp._core.files import DECODED, new_file, read_json, write_json
 from ratp._core.locks import acquire, is_locked, try_acquire
 from ratp.data.cache.manifest import Manifest, manifest_to_json, read_manifest
 from ratp.data.decode.pixel_file import hash_of_pixels, map_images
@@ -137,17 +136,16 @@ class Slot:
     @contextmanager
     def part(self) -> Iterator[Part]:
         """Opens a temporary file that is removed at the end of the block unless published."""
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix=f"{self.key}.part-")
+        handle, path = new_file(self.folder, f"{self.key}.part-")
         try:
-            yield Part(handle, Path(name))
+            yield Part(handle, path)
         finally:
-            Path(name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             os.close(handle)
 
     def publish(self, part: Part, manifest: Manifest) -> None:
         """Makes a flushed file of images the valid entry."""
         try:
-            os.fchmod(part.handle, 0o644)
             pixels = hash_of_pixels(part.handle, os.fstat(part.handle).st_size)
             part.path.replace(self._path("images"))
             write_json(self._path("manifest.json"), manifest_to_json(manifest))
