@@ -11,11 +11,14 @@ import operator
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ratp.errors import ConfigError, unknown
 
 T = TypeVar("T")
+
+_hints_of = cache(get_type_hints)
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _LIMITS = (
@@ -76,7 +79,7 @@ class Switch:
 
 def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
     """Yields all leaves of a configuration, in the order of their declaration."""
-    hints = get_type_hints(type(config))
+    hints = _hints_of(type(config))  # type: ignore[arg-type]
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
@@ -123,7 +126,7 @@ def _set(config: T, path: list[str], name: str, value: Any) -> T:
     head, *rest = path
     if rest:
         return replace(config, **{head: _set(getattr(config, head), rest, name, value)})  # type: ignore[type-var]
-    parsed = _parse(value, get_type_hints(type(config))[head], name)
+    parsed = _parse(value, _hints_of(type(config))[head], name)  # type: ignore[arg-type]
     item = next(f for f in fields(config) if f.name == head)  # type: ignore[arg-type]
     for number in parsed if isinstance(parsed, tuple) else (parsed,):
         _check_range(number, item.metadata, name)
@@ -180,6 +183,7 @@ def _check_range(value: Any, meta: Mapping[str, Any], name: str) -> None:
             raise ConfigError(f"{name} must be {words} {limit}, got {value}.")
 
 
+@cache
 def _describe(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Literal:

@@ -27,6 +27,7 @@ from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.reports.study import missing_table
 from ratp.runs.events import StageStarted
+from ratp.runs.plan import resolve
 from ratp.runs.record import RunRecord, read_run
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
@@ -245,6 +246,24 @@ class TestMistakes:
         for part in expected:
             assert part in problem, problem
         assert "\n" not in problem
+
+    @pytest.mark.faults(19, "a study of more than 10,000 runs is refused at once")
+    @pytest.mark.parametrize(
+        ("parts", "expected"),
+        [([range(100_000)], "grid 1 has 100,000"), ([range(6000), range(6000, 12_000)], "it has 12,000")],
+    )
+    def test_too_many_runs_are_refused(self, parts, expected):
+        with pytest.raises(ConfigError, match=f"{expected} runs, and a study at most 10,000: split it"):
+            plan_study("\n".join(f"{DIGITS}seeds = {list(part)}" for part in parts))
+
+    def test_runs_that_differ_in_the_seed_are_checked_once(self, monkeypatch):
+        checked = []
+        monkeypatch.setattr(ratp.studies.file, "resolve", lambda request: checked.append(request) or resolve(request))
+        plans = [entry.plan for entry in plan_study(f"{DIGITS}seeds = {list(range(50))}").entries]
+        assert len(checked) == 1
+        assert all(plan == resolve(plan.request) for plan in plans)
+        with pytest.raises(ConfigError, match="the seed must be in"):
+            plan_study(f"{DIGITS}seeds = [1, -2]")
 
     def test_all_mistakes_are_reported(self):
         """A mistake hides no other, and one shared by many runs is reported once."""

@@ -25,6 +25,7 @@ heads its figures in the report. Files and folders are relative to the study fil
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -57,6 +58,8 @@ _GRID = {
 }
 _VARIANT = {"name": str, "method": str, "preset": str, "set": dict}
 _LISTS_OF_TABLES = {"grid": "[[grid]]", "variant": "[[grid.variant]]"}
+# Runs in a study; planning that many takes some ten seconds.
+MOST_RUNS = 10_000
 # A message names at most this many rows.
 _MOST_ROWS = 3
 
@@ -89,6 +92,9 @@ def read_study(
     tables = tables if isinstance(tables, list) else []
     grids = [_Grid(number, table, base, path.parent, problems) for number, table in enumerate(tables)]
     cases = [case for grid in grids for case in grid.cases()]
+    if len(cases) > MOST_RUNS:
+        problems.append(_too_many("it", len(cases)))
+        cases = []
     programs = [] if trust_methods else list(dict.fromkeys(r.method for _, r in cases if r.method.endswith(".py")))
     cases = [case for case in cases if case[1].method not in programs]
     if left_out is not None:
@@ -149,13 +155,15 @@ class _Grid:
         if "stream" not in self._given:
             self._problems.append(f'{self._where} names no stream, e.g. stream = "digits".')
         rows = [*self._methods(), *self._variants(), *self._sweep()]
-        labels = [row.label for row, _ in rows]
-        repeated = sorted({label for label in labels if labels.count(label) > 1})
+        repeated = sorted(label for label, times in Counter(row.label for row, _ in rows).items() if times > 1)
         self._problems += [f"{self._where} has two rows called {label!r}." for label in repeated]
         if not rows and not self._given & {"methods", "variant", "sweep"}:
             self._problems.append(f"{self._where} has no runs: it needs methods, variants or a sweep.")
         orders = self._list("orders", ["default"], str, "texts")
         seeds = self._list("seeds", [2022], int, "whole numbers")
+        if (count := len(rows) * len(orders) * len(seeds)) > MOST_RUNS:
+            self._problems.append(_too_many(self._where, count))
+            return []
         shared: dict[str, Any] = {key: self._values[key] for key in ("subset", "precision") if key in self._values}
         shared["guard"] = self._values.get("guard", "record")  # a study compares methods, not the guard's rollbacks
         if "stream" in self._values:
@@ -232,7 +240,7 @@ class _Grid:
         return self._unique(right, f"{self._where}: {key}") or default
 
     def _unique(self, values: Sequence[Any], where: str) -> list[Any]:
-        if twice := [_written(value) for value in dict.fromkeys(values) if values.count(value) > 1]:
+        if twice := [_written(value) for value, times in Counter(values).items() if times > 1]:
             self._problems.append(f"{where} has {', '.join(twice)} more than once.")
         return list(dict.fromkeys(values))
 
@@ -243,10 +251,11 @@ def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path, problems: li
     labels: dict[int, dict[str, None]] = {}
     streams: dict[str, Mapping[str, str]] = {}
     found: dict[str, Entry] = {}
+    plan: RunPlan | None = None
     for row, request in cases:
         labels.setdefault(row.grid, {})[row.label] = None
         try:
-            plan = resolve(request)
+            plan = _planned(request, plan)
             name = run_name(plan)
             known = found.get(name)
             if known and known.plan.precision != plan.precision:
@@ -273,6 +282,13 @@ def _entries(cases: Sequence[tuple[Row, RunRequest]], folder: Path, problems: li
     return tuple(replace(entry, rows=clear) for entry, clear in zip(entries, rows, strict=True))
 
 
+def _planned(request: RunRequest, similar: RunPlan | None) -> RunPlan:
+    """Plans a request; what differs from a plan in the seed alone need not be checked again."""
+    if similar and replace(request, seed=similar.seed) == similar.request and 0 <= int(request.seed) < 2**63:
+        return replace(similar, seed=int(request.seed), request=request)
+    return resolve(request)
+
+
 def run_name(plan: RunPlan) -> str:
     """Name of a run's directory: what it is, and the hash of everything that determines it."""
     return f"{safe_name(plan.title)}-{plan.digest()[:12]}"
@@ -294,6 +310,10 @@ def _usual(entries: Sequence[Entry]) -> dict[tuple[int, str], Any]:
         values = as_dict(entry.plan.recipe) | as_dict(entry.plan.config)
         usual |= {(grid, name): _hashable(values[name]) for grid, name in swept if grid in plain}
     return usual
+
+
+def _too_many(where: str, runs: int) -> str:
+    return f"{where} has {runs:,} runs, and a study at most {MOST_RUNS:,}: split it into several studies."
 
 
 def _line(text: Any) -> str:
