@@ -1,4 +1,4 @@
-"""The command line.
+"""The command line: its commands and options, what they print while they work, messages and exit codes.
 
-Imports every other package; none imports it.
+What a report says about finished runs comes from `reports`. Imports every other room; none imports it.
 """

@@ -1,4 +1,5 @@
-"""Mathematics: tensors in, tensors out. Losses, pseudo-labels, RandMix, optimisers, image transforms.
+"""Mathematics that several methods share: tensors in, tensors out. Losses, pseudo-labels, RandMix, optimisers, transforms.
 
-`kernels` holds fused GPU versions. Knows no network, method or file; imports `_core`, `config` and `errors` only.
+What only one method needs is in the file of that method. `kernels` has fused GPU versions. Knows no network, method or
+file; imports `_core`, `config` and `errors` only.
 """

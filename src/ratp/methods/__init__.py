@@ -1,7 +1,7 @@
-"""The registry of methods: the built-in ones by name, and any Python file that defines one.
+"""The methods, each in one file with the mathematics that it alone needs; `shared` has what a family of them shares.
 
-Listing the methods imports none of them, and so no torch: a class is loaded on first use, and :func:`describe` reads
-its attributes from its source.
+This module is their registry: the built-in ones by name, and any Python file that defines one. Listing the methods
+imports none of them, and so no torch: a class is loaded on first use, and :func:`describe` reads its source.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The contract between methods and the harness, and the loop that trains.
 
-A method (`method`) gives phases (`phase`), the loop drives them; `recipe`, `memory` and `inference` are what methods
-share. Imports `_core`, `data`, `functional` and `networks`.
+A method (`method`) returns phases, and the loop trains them (`phase`). `phases`, `recipe` and `memory` have base classes
+and parts for methods. Imports `_core`, `data`, `functional` and `networks`.
 """
