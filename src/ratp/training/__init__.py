@@ -1,5 +1,5 @@
 """The contract between methods and the harness, and the loop that trains.
 
-A method (`method`) returns phases, and the loop trains them (`phase`). `phases`, `recipe` and `memory` have base classes
-and parts for methods. Imports `_core`, `data`, `functional` and `networks`.
+A method (`method`) returns phases, and the loop trains them (`phase`). Methods are built from `phases`, `recipe` and
+`memory`. Imports `_core`, `data`, `functional` and `networks`.
 """
