@@ -12,6 +12,7 @@ from helpers import files_of, toy_domains, toy_plan
 from ratp._core.files import write_bytes
 from ratp._core.locks import LOCK_FILE, ReplacedError, exclusive
 from ratp.errors import RunDirectoryError
+from ratp.runs.directory import PredictionsWarning
 from ratp.runs.events import StageStarted
 from ratp.runs.record import read_run
 from ratp.runs.run import JournalWarning, Run
@@ -132,3 +133,20 @@ def test_files_of_earlier_versions_name_no_run(run):
     before = read_run(run)
     assert Run(plan(1), run).execute().matrix == before.matrix
     assert (run / "predictions-fog.csv").read_text() == "edited"
+
+
+@pytest.mark.faults(36, "the same command says so, and how to get them back; it never overwrites the file")
+@pytest.mark.parametrize(
+    "damage", [lambda table: "", lambda table: table[:-9], lambda table: table.replace("0.", "1.")]
+)
+def test_changed_predictions_are_reported(damage, run, finished):
+    path = run / "predictions-fog.csv"
+    path.write_text(damage(path.read_text()))
+    before = path.read_bytes()
+    with pytest.warns(PredictionsWarning, match=r"fog\.csv has changed since this run wrote it\. .*move it away"):
+        Run(plan(1), run).execute()
+    assert path.read_bytes() == before
+    path.unlink()
+    for _ in range(2):
+        Run(plan(1), run).execute()  # without a warning
+        assert path.read_bytes() == (finished / "1" / path.name).read_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -35,6 +36,7 @@ from ratp._core.files import (
     read_tensors,
     remove_leftovers,
     safe_name,
+    sha256_of,
     write_bytes,
     write_json,
     write_tensors,
@@ -42,7 +44,7 @@ from ratp._core.files import (
     writing,
 )
 from ratp.data.domain import UnlabelledDomain
-from ratp.errors import RunDirectoryError
+from ratp.errors import Note, RunDirectoryError
 from ratp.evaluation.matrix import Matrix
 from ratp.runs.differences import describe_differences
 from ratp.runs.record import check_owner, files_in, fingerprint_of, holds_others, read_journal, with_advice
@@ -96,6 +98,10 @@ def prepare_folder(folder: Path) -> bool:
     if present and "config.json" not in present:
         raise holds_others(folder, present, "run")
     return bool(present)
+
+
+class PredictionsWarning(Note):
+    """A file of predictions was changed after the run had written it."""
 
 
 class Journal:
@@ -287,13 +293,19 @@ class RunFiles:
     def has_predictions(self, path: Path) -> bool:
         """Whether this run has written a file of predictions; of finished runs, earlier versions did not note it."""
         events = self.journal.events()
-        noted = any(event["event"] == "predicted" and event.get("file") == path.name for event in events)
-        return path.exists() and (noted or _has_ended(events))
+        noted = [event for event in events if event["event"] == "predicted" and event.get("file") == path.name]
+        if not path.exists() or not (noted or _has_ended(events)):
+            return False
+        written = noted[-1].get("sha256") if noted else None  # earlier versions noted no hash
+        if written is not None and not _is_as_written(path, written):
+            advice = "To have this run's predictions, move it away and repeat the command"
+            warnings.warn(f"{path} has changed since this run wrote it. {advice}", PredictionsWarning, stacklevel=2)
+        return True
 
     def write_predictions(self, path: Path, table: str) -> None:
         """Writes a file of predictions, and notes it."""
         write_text(path, table)
-        self.journal.note("predicted", file=path.name)
+        self.journal.note("predicted", file=path.name, sha256=sha256_of(path))
 
     def settle(self) -> None:
         """Notes the end of the run, once, and removes the files that only an unfinished run needs."""
@@ -329,6 +341,13 @@ class RunFiles:
 
 def _has_ended(events: Sequence[Mapping[str, Any]]) -> bool:
     return bool(events) and events[-1]["event"] == "run_finished"
+
+
+def _is_as_written(path: Path, sha256: str) -> bool:
+    try:
+        return sha256_of(path) == sha256
+    except OSError:
+        return False
 
 
 def prediction_files(stream: Stream, folder: Path) -> dict[Path, UnlabelledDomain]:
