@@ -49,6 +49,7 @@ FAULTS = {
     25: "cached pixels are damaged",
     30: "a study that names a program",
     31: "programs in the current folder",
+    35: "a domain so large that labelling it takes long",
     36: "predictions that were changed afterwards",
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
+import ratp.methods.ratp as module
 from helpers import all_finite, same_tensors, toy_method, toy_plan
 from ratp.errors import RatpError
-from ratp.methods.ratp import RaTPPhase
+from ratp.methods.ratp import RaTPPhase, SlowWarning
 
 SEPARATED = torch.eye(4).repeat_interleave(6, dim=0) + 0.01
 TRUTH = torch.arange(4).repeat_interleave(6)
@@ -101,3 +104,18 @@ def test_prototypes_are_refreshed_with_the_labels():
 def test_each_alignment_is_another_loss():
     ends = [dict(target_phase(alignment=kind).network.state_dict()) for kind in ("pca", "pl", "scl", "pcl")]
     assert not any(same_tensors(ends[i], ends[j]) for i in range(4) for j in range(i))
+
+
+@pytest.mark.faults(35, "on a processor a run says, when it begins to label them, about how long it takes")
+def test_labels_of_many_images_are_announced(monkeypatch):
+    changes = {"epochs": 1, "steps": 1}
+    unannounced, announced = target_phase(**changes), target_phase(**changes)
+    unannounced.begin_epoch(0)
+    monkeypatch.setattr(module, "MANY", 10)
+    with pytest.warns(SlowWarning, match=r"T2PL of 3\d images takes about 0 s, .* --set refresh=0") as said:
+        announced.begin_epoch(0)
+    assert len(said) == 1
+    assert announced._labels.equal(unannounced._labels)
+    with warnings.catch_warnings(action="error"):
+        announced.begin_epoch(2)
+        target_phase(labelling="softmax", **changes).begin_epoch(0)

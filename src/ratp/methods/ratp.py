@@ -25,6 +25,7 @@ repeats images of small classes); and images are drawn on the device.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from ratp.config import as_dict, switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import RatpError
+from ratp.errors import Note, RatpError
 from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
@@ -47,7 +48,15 @@ from ratp.functional.losses import (
 )
 from ratp.functional.norm import only_rows, supports_row_masks
 from ratp.functional.optim import SGDConfig
-from ratp.functional.pseudo_labels import T2PLConfig, bmd_labels, domain_average, prototype_learning, shot_labels, t2pl
+from ratp.functional.pseudo_labels import (
+    T2PLConfig,
+    bmd_labels,
+    domain_average,
+    prototype_learning,
+    shot_labels,
+    t2pl,
+    t2pl_seconds,
+)
 from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
 from ratp.networks.network import Network, Output
 from ratp.training.memory import Selection
@@ -61,6 +70,14 @@ Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
 # Switches that do not affect training on the source.
 TARGETS_ONLY = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
+
+
+# On a processor, T2PL of this many images takes long enough to say so.
+MANY = 50_000
+
+
+class SlowWarning(Note):
+    """Labelling the images of a domain takes long."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +306,10 @@ class RaTPPhase(NetworkPhase):
 
     def _update_labels(self, *, first: bool) -> dict[str, float]:
         embedding, probabilities = embed_all(self.network, self._method.setting, self._images)
+        if first and self._config.labelling == "t2pl" and self._device.type == "cpu" and len(embedding) >= MANY:
+            seconds = t2pl_seconds(embedding, probabilities, self._config.t2pl)
+            text = f"T2PL of {len(embedding):,} images takes about {seconds:,.0f} s: it grows with their number squared"
+            warnings.warn(f"{text}. --set refresh=0 labels them once a stage", SlowWarning, stacklevel=2)
         return update_labels_(self._labels, self._pseudo_labels(embedding, probabilities), probabilities, first=first)
 
     def _pseudo_labels(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
