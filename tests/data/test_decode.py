@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -306,6 +308,32 @@ class TestBadFiles:
         for data in truncations(SMALL[kind]):
             with pytest.raises(BadImage):
                 decode(data, None)
+
+    @pytest.mark.faults(26, "a decoder that calls it damage when it gets no memory is not believed")
+    def test_too_little_memory_is_no_damage(self, tmp_path):
+        """In a process that has freed nothing the decoder could use."""
+        program = """if True:
+            import resource, sys
+            from pathlib import Path
+            from ratp.data.decode.decode import decode_picture
+            files = [Path(name).read_bytes() for name in sys.argv[1:]]
+            for data in files[::2]:
+                decode_picture(data, (8, 8))
+            in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**24, in_use + 2**24))
+            for data in files[1::2]:
+                try:
+                    decode_picture(data, (8, 8))
+                except MemoryError:
+                    print("memory")
+        """
+        names = []
+        for kind in ("PNG", "JPEG", "WEBP", "TIFF"):
+            for side in (8, 5000):
+                names.append(tmp_path / f"{side}.{kind}")
+                names[-1].write_bytes(encode(Image.new("RGB", (side, side), "red"), kind))
+        done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["memory"] * 4
 
     def test_truncated_even_if_pillow_setting_allows(self, monkeypatch):
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)

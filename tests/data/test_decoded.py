@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from made_images import closed, make_small_domain, pixels, png, real_data, write_files, write_zip
-from PIL import Image
+from PIL import Image, ImageFile
 
 from ratp._core import locks as file_lock
 from ratp.data.cache import decoded
@@ -245,6 +245,27 @@ class TestBadImages:
         assert domain.images.float().mean() > 0
         assert cache_entries(cache) == []
         assert torch.equal(open_decoded(source, (8, 9), cache=cache).images, expected(FILES))
+
+
+class TestMemory:
+    @pytest.mark.faults(26, "the run stops and names the image, which is never cached as damaged")
+    @pytest.mark.parametrize("error", [MemoryError(), OSError("out of memory when reading image file")])
+    def test_too_little_memory_is_no_damage(self, source, cache, monkeypatch, error):
+        load = ImageFile.ImageFile.load
+
+        def scarce(image):
+            raise error
+
+        monkeypatch.setattr(ImageFile.ImageFile, "load", scarce)
+        with pytest.raises(RatpError, match=r"memory ran out while cat/0.png of .* was decoded. Close other programs"):
+            open_decoded(source, (8, 9), cache=cache, on_bad="skip")
+        assert cache_entries(cache) == []
+        monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+        assert torch.equal(open_decoded(source, (8, 9), cache=cache, on_bad="skip").images, expected(FILES))
+
+    def test_damage_is_no_lack_of_memory(self, source, cache):
+        write_files(source, BAD)
+        assert len(open_decoded(source, (8, 9), cache=cache, on_bad="skip").skipped) == len(BAD)
 
 
 class TestChanges:

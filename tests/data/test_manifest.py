@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from ratp.data.cache.manifest import (
 from ratp.data.decode import parallel
 from ratp.data.decode.decode import decode
 from ratp.data.decode.parallel import decode_all
+from ratp.data.decode.worker import decode_one
 from ratp.data.read.tree import open_tree
 from ratp.errors import RatpError
 
@@ -269,6 +271,30 @@ class TestProcesses:
             for _ in range(3):
                 with pytest.raises(OSError, match="No space left"):
                     worker.decode([0, 1, 2], files)
+
+    @pytest.mark.faults(26, "an image for which a worker process has too little memory is decoded again, alone")
+    def test_too_little_memory_in_a_process(self, tmp_path, monkeypatch):
+        images = {**make_small_domain(("a",), 4), "a/1.png": encode(Image.new("L", (5000, 5000), 90), "PNG")}
+        tree = open_tree(write_files(tmp_path / "large", images))
+        monkeypatch.setattr(parallel, "_BATCH_FILES", 1)
+        start, tried = parallel._Worker.__init__, []
+
+        def small(self, *arguments):
+            start(self, *arguments)
+            resource.prlimit(self._process.pid, resource.RLIMIT_AS, (120 * 2**20, 120 * 2**20))
+
+        def noted(*arguments):
+            tried.append(arguments)
+            return decode_one(*arguments)
+
+        monkeypatch.setattr(parallel._Worker, "__init__", small)
+        monkeypatch.setattr(parallel, "decode_one", noted)
+        reported = []
+        found = decode_all(tree, (8, 8), workers=2, progress=lambda *numbers: reported.append(numbers))
+        assert [outcome.error for outcome in found] == [None] * 4
+        assert found[1].height == 5000
+        assert reported == [(k, 4) for k in range(1, 5)]
+        assert len(tried) == 3  # from the image on that failed
 
     def test_dead_process_error_names_the_files(self, troubled, monkeypatch):
         monkeypatch.setattr(parallel, "_BATCH_FILES", 2)

@@ -99,18 +99,25 @@ def decode(data: bytes, size: tuple[int, int] | None) -> Decoded:
 
 
 def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
-    """Decodes like :func:`decode`, but returns a Pillow image."""
+    """Decodes like :func:`decode`, but returns a Pillow image; raises MemoryError if memory is too small."""
     kind = image_kind(data)
     from PIL.Image import DecompressionBombError
 
+    opener = _opener(kind)
+    pixels = MAX_PIXELS if kind == "WEBP" else 0  # that reader takes memory as soon as it opens a file
     try:
         with quietly, _strictly:
-            return _decode(_opener(kind)(io.BytesIO(data)), size)
+            image = opener(io.BytesIO(data))
+            pixels = min(image.width * image.height, MAX_PIXELS)
+            return _decode(image, size)
     except BadImage:
         raise
     except DecompressionBombError as error:
         raise BadImage(f"too many pixels: more than {MAX_PIXELS / 1e6:,.0f} million") from error
     except Exception as error:  # on damaged data a decoder may raise anything
+        if isinstance(error, MemoryError) or "out of memory" in str(error):
+            raise MemoryError(f"too little memory for {kind} data") from error
+        bytearray(4 * pixels)  # some decoders call it damage when they get no memory; this then raises a MemoryError
         raise BadImage(_reason(kind, error)) from error
 
 

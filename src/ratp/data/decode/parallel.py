@@ -23,6 +23,7 @@ from ratp._core.environment import usable_cores
 from ratp.data.decode import worker
 from ratp.data.decode.pixels import BadImage
 from ratp.data.decode.worker import Outcome, decode_one
+from ratp.data.read.listing import escaped
 from ratp.data.read.tree import ImageFile, ImageTree
 from ratp.errors import RatpError
 
@@ -51,13 +52,22 @@ def decode_all(
         raise RatpError(f"decoding needs at least one process, got workers={workers}.")
     batches = list(_batches(tree.files))
     count = min(len(batches), workers or _worthwhile(tree.files))
-    answers = _in_turn(tree, batches, size, target) if count == 1 else _at_once(tree, batches, size, target, count)
     outcomes: list[Outcome] = []
-    with closing(answers):
-        for answer in answers:
-            outcomes += answer
-            if progress:
-                progress(len(outcomes), len(tree.files))
+    done = 0
+    while done < len(batches):
+        rest = batches[done:]
+        answers = _in_turn(tree, rest, size, target) if count == 1 else _at_once(tree, rest, size, target, count)
+        try:
+            with closing(answers):
+                for answer in answers:
+                    outcomes += answer
+                    done += 1
+                    if progress:
+                        progress(len(outcomes), len(tree.files))
+        except MemoryError:
+            if count == 1:
+                raise
+            count = 1  # the rest one image at a time, which needs least memory
     return outcomes
 
 
@@ -84,11 +94,17 @@ def _in_turn(
     tree: ImageTree, batches: list[Batch], size: tuple[int, int] | None, target: int | None
 ) -> Generator[list[Outcome], None, None]:
     for first, files in batches:
-        read = [_read(tree, file) for file in files]
-        yield [
-            _unread(data) if isinstance(data, BadImage) else decode_one(data, size, target, first + k)
-            for k, data in enumerate(read)
-        ]
+        outcomes = []
+        for row, file in enumerate(files, first):
+            try:
+                data = _read(tree, file)
+                outcomes.append(_unread(data) if isinstance(data, BadImage) else decode_one(data, size, target, row))
+            except MemoryError as error:
+                raise RatpError(
+                    f"memory ran out while {escaped(file.name)} of {tree.path} was decoded. "
+                    "Close other programs or start fewer runs at once. If it is always this image, make it smaller."
+                ) from error
+        yield outcomes
 
 
 def _at_once(
@@ -172,6 +188,8 @@ class _Worker:
             code = self._process.wait()
             raise _EndedError(f"signal {-code}" if code < 0 else f"exit code {code}")
         answer = json.loads(line)
+        if "no_memory" in answer:
+            raise MemoryError
         if "errno" in answer:
             raise OSError(answer["errno"], answer["reason"])
         return [Outcome(sha, h, w, tuple(conversions), error) for sha, h, w, conversions, error in answer["outcomes"]]

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 def decode_one(data: bytes, size: tuple[int, int] | None, target: int | None, row: int) -> Outcome:
-    """Decodes a file and writes its pixels to ``target``, if given."""
+    """Decodes a file and writes its pixels to ``target``, if given; raises MemoryError if memory is too small."""
     from ratp.data.decode.decode import decode_picture
     from ratp.data.decode.pixels import BadImage
 
@@ -60,6 +60,8 @@ def serve(requests: BinaryIO, answers: BinaryIO, size: tuple[int, int] | None, t
             answer: object = {"outcomes": outcomes}
         except OSError as error:
             answer = {"errno": error.errno, "reason": error.strerror or str(error)}
+        except MemoryError:
+            answer = {"no_memory": True}
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
