@@ -153,19 +153,13 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of ``n`` values; all else is NaN if there are none (:data:`NOTHING`).
-
-    Attributes:
-        deviation: Sample standard deviation (n - 1); NaN for a single value.
-        low: Lower end of the confidence interval of the mean; NaN for a single value.
-        high: Upper end of it.
-    """
+    """A summary of ``n`` values; all else is NaN if there are none (:data:`NOTHING`)."""
 
     n: int
     mean: float
-    deviation: float
-    low: float
-    high: float
+    deviation: float  # sample standard deviation (n - 1); NaN for a single value
+    low: float  # lower end of the confidence interval of the mean; NaN for a single value
+    high: float  # upper end of it
 
     @property
     def is_single(self) -> bool:
@@ -183,19 +177,12 @@ NOTHING = Summary(0, math.nan, math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True)
 class Paired(Summary):
-    """A summary of the differences ours - theirs.
+    """A summary of the differences ours - theirs."""
 
-    Attributes:
-        wins: Number of positive differences.
-        losses: Number of negative ones.
-        ties: Number of zeros.
-        p_value: Two-sided p-value of the paired t-test; NaN for a single difference.
-    """
-
-    wins: int
-    losses: int
-    ties: int
-    p_value: float
+    wins: int  # number of positive differences
+    losses: int  # number of negative ones
+    ties: int  # number of zeros
+    p_value: float  # two-sided p-value of the paired t-test; NaN for a single difference
 
 
 def summarise(values: Iterable[float], confidence: float = 0.95) -> Summary:

@@ -134,11 +134,12 @@ class PCAConfig:
 
 
 def prototype_contrastive(
-    features: Tensor,
-    labels: Tensor,
-    prototypes: Tensor,
-    old_prototypes: Tensor | None,
+    features: Tensor,  # f, shape (n, d)
+    labels: Tensor,  # y, shape (n,)
+    prototypes: Tensor,  # p, the classifier's rows, shape (k, d)
+    old_prototypes: Tensor | None,  # q, constants, or None on the source domain
     config: PCAConfig,
+    # which samples count, bool of shape (n,); None: all. The others repel none and have no loss.
     valid: Tensor | None = None,
 ) -> Tensor:
     """Computes the prototype contrastive alignment (PCA) loss of every sample, shape (n,).
@@ -151,14 +152,6 @@ def prototype_contrastive(
 
     with prototypes p, old prototypes q, old weight m and scale s. On the source domain there is no old model: every
     term with q is absent.
-
-    Args:
-        features: f, shape (n, d).
-        labels: y, shape (n,).
-        prototypes: p, the classifier's rows, shape (k, d).
-        old_prototypes: q, constants, or None on the source domain.
-        config: Switches.
-        valid: Which samples count, bool of shape (n,); None: all. The others repel none and have no loss.
     """
     if config.form == "stable":  # keeps exponentials and their sums in single precision
         features, prototypes = features.float(), prototypes.float()

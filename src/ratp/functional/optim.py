@@ -217,28 +217,18 @@ def check_step_decay(config: SGDConfig, factor: float) -> None:
 
 
 class StepDecaySGD(StageSGD):
-    """SGD for one stage whose rate is multiplied by ``factor`` from a certain epoch on.
-
-    Args:
-        parameters: As for :class:`StageSGD`.
-        lr: Initial rate.
-        epochs: Epochs of the stage.
-        config: Switches.
-        after: Share of the epochs before the rate falls; at least one epoch runs at the full rate.
-        factor: Factor on the rate from then on.
-        steps: Steps per epoch.
-    """
+    """SGD for one stage whose rate is multiplied by ``factor`` from a certain epoch on."""
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter] | Sequence[Group],
-        lr: float,
-        epochs: int,
+        parameters: Iterable[nn.Parameter] | Sequence[Group],  # as for :class:`StageSGD`
+        lr: float,  # at first
+        epochs: int,  # of the stage
         config: SGDConfig,
         *,
-        after: float,
-        factor: float,
-        steps: int = 1,
+        after: float,  # share of the epochs before the rate falls; at least one epoch runs at the full rate
+        factor: float,  # factor on the rate from then on
+        steps: int = 1,  # steps per epoch
     ) -> None:
         check_step_decay(config, factor)
         super().__init__(parameters, lr, epochs, config, steps)

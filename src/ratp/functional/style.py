@@ -36,17 +36,11 @@ EPSILON = 1e-5
 
 
 class Blend(NamedTuple):
-    """How a new style is applied to images: x̃ = a·(σ(style) − mean)/std + (1 − a)·x.
+    """How a new style is applied to images: x̃ = a·(σ(style) − mean)/std + (1 − a)·x."""
 
-    Attributes:
-        share: a.
-        mean: Per channel, of the images' normalisation.
-        std: Per channel, likewise.
-    """
-
-    share: float
-    mean: Tensor
-    std: Tensor
+    share: float  # a
+    mean: Tensor  # per channel, of the images' normalisation
+    std: Tensor  # per channel, likewise
 
     def __call__(self, images: Tensor, styles: Tensor) -> Tensor:
         """Computes x̃ from normalised images and the module's output."""
@@ -57,16 +51,9 @@ class Blend(NamedTuple):
 
 
 class StyleModule(nn.Module):
-    """Changes the style of images.
+    """Changes the style of images."""
 
-    Attributes:
-        noise_level: Level of the noise added to images, in hundredths; initially 0.
-        scales: γ, one per branch, shape (3, height − k + 1, width − k + 1), initially N(1, 0.1).
-        shifts: β, likewise, initially N(0, 0.1).
-        fixed: All numbers of the fixed convolutions.
-    """
-
-    fixed: Tensor
+    fixed: Tensor  # all numbers of the fixed convolutions
 
     def __init__(self, image_size: tuple[int, int], kernel_sizes: Sequence[int] = (9, 13, 17, 5)) -> None:
         """Builds a module with random numbers from torch's generator.
@@ -82,9 +69,12 @@ class StyleModule(nn.Module):
                 f"images of {height}×{width} are too small for a style kernel of {max(kernel_sizes)}: "
                 f"set kernel_sizes to numbers below {min(image_size)}."
             )
+        # level of the noise added to images, in hundredths; initially 0
         self.noise_level = nn.Parameter(torch.zeros(()))
         shapes = [(CHANNELS, height - k + 1, width - k + 1) for k in kernel_sizes]
+        # γ, one per branch, shape (3, height − k + 1, width − k + 1), initially N(1, 0.1)
         self.scales = nn.ParameterList(nn.Parameter(1 + SPREAD * torch.randn(shape)) for shape in shapes)
+        # β, likewise, initially N(0, 0.1)
         self.shifts = nn.ParameterList(nn.Parameter(SPREAD * torch.randn(shape)) for shape in shapes)
         self._kernel_sizes = tuple(kernel_sizes)
         self._layers = Layers([1, *(k for k in kernel_sizes for _ in range(2))])

@@ -127,21 +127,13 @@ NONE = replace(CROP_FLIP, crop=False, flip=0.0)
 
 @dataclass(frozen=True)
 class TransformDraw:
-    """All random numbers of one call, one row per image; None for what is switched off.
+    """All random numbers of one call, one row per image; None for what is switched off."""
 
-    Attributes:
-        boxes: Top, left, height and width of the crops (n, 4), integers.
-        flip: Which images to mirror (n,).
-        order: The colour operation at each position (n, operations), as a column of ``factors``.
-        factors: The factor of each colour operation in use (n, operations); for the hue its rotation.
-        grey: Which images turn grey (n,).
-    """
-
-    boxes: Tensor | None
-    flip: Tensor | None
-    order: Tensor | None
-    factors: Tensor | None
-    grey: Tensor | None
+    boxes: Tensor | None  # top, left, height and width of the crops (n, 4), integers
+    flip: Tensor | None  # which images to mirror (n,)
+    order: Tensor | None  # the colour operation at each position (n, operations), as a column of ``factors``
+    factors: Tensor | None  # the factor of each colour operation in use (n, operations); for the hue its rotation
+    grey: Tensor | None  # which images turn grey (n,)
 
     def __getitem__(self, rows: slice) -> TransformDraw:
         return TransformDraw(*(None if numbers is None else numbers[rows] for numbers in vars(self).values()))

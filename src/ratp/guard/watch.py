@@ -46,15 +46,10 @@ LEAST_GAIN = 0.1
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for some images.
+    """What a model predicts for some images."""
 
-    Attributes:
-        probabilities: Shape (n, classes).
-        embedding: Shape (n, dim); None if the method has none or it was not requested.
-    """
-
-    probabilities: Tensor
-    embedding: Tensor | None = None
+    probabilities: Tensor  # shape (n, classes)
+    embedding: Tensor | None = None  # shape (n, dim); None if the method has none or it was not requested
 
     @property
     def labels(self) -> Tensor:
@@ -91,64 +86,43 @@ class Indicators:
     """What a stage did to a model, without labels of its domain. Shares lie in 0..1; None means not applicable.
 
     Names that end in ``_before`` refer to the model before the stage, their counterparts to the model after it.
-
-    Attributes:
-        images: Number of images of the domain.
-        structure: Correlation of neighbouring pixels, relative to source images; 0 in noise and blank images.
-        recognition: How much more confident the model before the stage is of whole images than of their pieces,
-            relative to source images; 0 if it recognises nothing. None if that fails on source images, too.
-        variety: Entropy of the mean probabilities on the domain, relative to that of the source's labels; 0 if the
-            model puts all images into one class.
-        largest: Share of the most frequently predicted class.
-        missing: Number of classes that are never predicted.
-        confidence: Mean probability of the predicted classes.
-        agreement: Share of the domain's images on which both models agree.
-        source: Share of source images classified correctly.
-        source_agreement: Share of source images on which both models agree.
-        source_skill: Skill on the source before the stage: 1 if all are correct, 0 at chance level.
-        source_kept: Skill on the source after the stage, relative to before; None if there was hardly any.
-        memory: Share of exemplars classified as they are labelled.
-        memory_agreement: Share of exemplars on which both models agree.
-        memory_kept: Like ``source_kept``, for the exemplars.
-        memory_confidence: Mean probability of the predicted classes on exemplars.
-        spread: Mean cosine distance between the class means of source embeddings.
     """
 
-    images: int
-    structure: float
+    images: int  # number of images of the domain
+    structure: float  # correlation of neighbouring pixels, relative to source images; 0 in noise and blank images
     variety_before: float
+    # entropy of the mean probabilities on the domain, relative to that of the source's labels; 0 if the model
+    # puts all images into one class
     variety: float
     largest_before: float
-    largest: float
+    largest: float  # share of the most frequently predicted class
     missing_before: int
-    missing: int
+    missing: int  # number of classes that are never predicted
     confidence_before: float
-    confidence: float
-    agreement: float
+    confidence: float  # mean probability of the predicted classes
+    agreement: float  # share of the domain's images on which both models agree
     source_before: float
-    source: float
-    source_agreement: float
-    source_skill: float
+    source: float  # share of source images classified correctly
+    source_agreement: float  # share of source images on which both models agree
+    source_skill: float  # skill on the source before the stage: 1 if all are correct, 0 at chance level
+    # how much more confident the model before the stage is of whole images than of their pieces, relative to
+    # source images; 0 if it recognises nothing. None if that fails on source images, too.
     recognition: float | None = None
+    # skill on the source after the stage, relative to before; None if there was hardly any
     source_kept: float | None = None
     memory_before: float | None = None
-    memory: float | None = None
-    memory_agreement: float | None = None
-    memory_kept: float | None = None
+    memory: float | None = None  # share of exemplars classified as they are labelled
+    memory_agreement: float | None = None  # share of exemplars on which both models agree
+    memory_kept: float | None = None  # like ``source_kept``, for the exemplars
     memory_confidence_before: float | None = None
-    memory_confidence: float | None = None
+    memory_confidence: float | None = None  # mean probability of the predicted classes on exemplars
     spread_before: float | None = None
-    spread: float | None = None
+    spread: float | None = None  # mean cosine distance between the class means of source embeddings
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Lower limits of indicators.
-
-    Attributes:
-        images: Number of images of the domain that recognition and variety need to be meaningful.
-        source_skill: Skill below which the limit of ``variety_before`` shrinks in proportion.
-    """
+    """Lower limits of indicators."""
 
     structure: float = 0.3
     recognition: float = 0.1
@@ -156,8 +130,8 @@ class Limits:
     variety: float = 0.3
     source_kept: float = 0.5
     memory_kept: float = 0.4
-    images: int = 20
-    source_skill: float = 0.7
+    images: int = 20  # number of images of the domain that recognition and variety need to be meaningful
+    source_skill: float = 0.7  # skill below which the limit of ``variety_before`` shrinks in proportion
 
 
 LIMITS = Limits()

@@ -35,17 +35,11 @@ Phases = Callable[[Method], Sequence[Phase]]
 
 
 class Leaf(NamedTuple):
-    """A value that can be compared.
+    """A value that can be compared."""
 
-    Attributes:
-        owner: Class and attribute to save it.
-        is_direct: Whether the attribute holds it itself, or in lists and dicts.
-        content: The value, or its hash.
-    """
-
-    owner: tuple[str, str]
-    is_direct: bool
-    content: str
+    owner: tuple[str, str]  # class and attribute to save it
+    is_direct: bool  # whether the attribute holds it itself, or in lists and dicts
+    content: str  # the value, or its hash
 
 
 Values = Mapping[str, Leaf]

@@ -101,23 +101,16 @@ def _resnet(name: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Backbone:
-    """One entry of the registry.
+    """One entry of the registry."""
 
-    Attributes:
-        build: Builds the module with random weights from torch's generator; takes ``width`` if ``scalable``.
-        features: Dimension of the features; None: measured by a forward pass.
-        usual: Image side, channel means and deviations of its usual input; None: those of the stream.
-        pretrained: Whether torchvision publishes weights under this name.
-        scalable: Whether ``network.width`` applies.
-        sides: Image sides it accepts; None: any.
-    """
-
+    # builds the module with random weights from torch's generator; takes ``width`` if ``scalable``
     build: Callable[..., nn.Module]
-    features: int | None = None
+    features: int | None = None  # dimension of the features; None: measured by a forward pass
+    # image side, channel means and deviations of its usual input; None: those of the stream
     usual: PretrainedInput | None = None
-    pretrained: bool = False
-    scalable: bool = False
-    sides: range | None = None
+    pretrained: bool = False  # whether torchvision publishes weights under this name
+    scalable: bool = False  # whether ``network.width`` applies
+    sides: range | None = None  # image sides it accepts; None: any
 
 
 _IMAGENET: PretrainedInput = 224, IMAGENET_MEAN, IMAGENET_STD

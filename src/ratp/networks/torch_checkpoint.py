@@ -87,19 +87,12 @@ def looks_like(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import.
+    """Result of an import."""
 
-    Attributes:
-        backbone: Name of the backbone it belongs to.
-        kept: Names that were written.
-        ignored: Names in the checkpoint that were not needed.
-        sha256: Hash of the file written.
-    """
-
-    backbone: str
-    kept: tuple[str, ...]
-    ignored: tuple[str, ...]
-    sha256: str
+    backbone: str  # name of the backbone it belongs to
+    kept: tuple[str, ...]  # names that were written
+    ignored: tuple[str, ...]  # names in the checkpoint that were not needed
+    sha256: str  # hash of the file written
 
 
 def import_checkpoint(source: Path, target: Path, backbone: str | None = None, *, replace: bool = False) -> Imported:

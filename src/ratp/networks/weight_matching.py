@@ -20,23 +20,14 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Match:
-    """How the tensors of a file match those of a backbone.
+    """How the tensors of a file match those of a backbone."""
 
-    Attributes:
-        counts: How many tensors the backbone and the file have.
-        names: From the backbone's names to the file's, where both agree.
-        missing: Names only the backbone has.
-        strange: Names only the file has, other than a classifier's.
-        misshapen: One phrase per tensor of another shape or kind.
-        ignored: Names in the file that are not needed.
-    """
-
-    counts: tuple[int, int]
-    names: Mapping[str, str]
-    missing: Sequence[str]
-    strange: Sequence[str]
-    misshapen: Sequence[str]
-    ignored: tuple[str, ...]
+    counts: tuple[int, int]  # how many tensors the backbone and the file have
+    names: Mapping[str, str]  # from the backbone's names to the file's, where both agree
+    missing: Sequence[str]  # names only the backbone has
+    strange: Sequence[str]  # names only the file has, other than a classifier's
+    misshapen: Sequence[str]  # one phrase per tensor of another shape or kind
+    ignored: tuple[str, ...]  # names in the file that are not needed
 
     @property
     def complete(self) -> bool:

@@ -31,17 +31,11 @@ class PartWarning(Note):
 
 @dataclass(frozen=True)
 class Weights:
-    """Initial weights of a backbone.
+    """Initial weights of a backbone."""
 
-    Attributes:
-        name: Name of the file or of the published weights; never a path.
-        sha256: Hash of the file, or of the tensors where there is no single file.
-        tensors: The tensors by name.
-    """
-
-    name: str
-    sha256: str
-    tensors: Mapping[str, Tensor] = field(repr=False, compare=False)  # the hash identifies them
+    name: str  # name of the file or of the published weights; never a path
+    sha256: str  # hash of the file, or of the tensors where there is no single file
+    tensors: Mapping[str, Tensor] = field(repr=False, compare=False)  # by name; the hash identifies them
 
 
 def find_weights(asked: str, backbone: str) -> Weights | None:

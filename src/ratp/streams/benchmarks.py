@@ -22,15 +22,10 @@ from ratp.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class _Files:
-    """Finds and loads the files of a benchmark.
+    """Finds and loads the files of a benchmark."""
 
-    Attributes:
-        catalogue: Its data set in the catalogue.
-        names: Names in the catalogue by code of the domain.
-    """
-
-    catalogue: str
-    names: Mapping[str, str]
+    catalogue: str  # its data set in the catalogue
+    names: Mapping[str, str]  # names in the catalogue by code of the domain
 
     def places(self, codes: Sequence[str], options: DataOptions) -> dict[str, Path]:
         folder = data_folder(Path(options.folder) if options.folder else None)

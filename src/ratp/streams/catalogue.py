@@ -15,18 +15,12 @@ FOLDERS = "folders"
 
 @dataclass(frozen=True)
 class StreamInfo:
-    """What a stream consists of.
+    """What a stream consists of."""
 
-    Attributes:
-        name: As written on the command line.
-        title: One line about it.
-        domains: Codes of its domains, each with a description.
-        orders: Orders by name; the one called ``default`` is used unless another is requested.
-    """
-
-    name: str
-    title: str
-    domains: Mapping[str, str]
+    name: str  # as written on the command line
+    title: str  # one line about it
+    domains: Mapping[str, str]  # codes of its domains, each with a description
+    # orders by name; the one called ``default`` is used unless another is requested
     orders: Mapping[str, tuple[str, ...]]
 
 

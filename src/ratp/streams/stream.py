@@ -49,40 +49,26 @@ class DataOptions:
 
 @dataclass(frozen=True, eq=False)
 class LoadedDomain:
-    """A domain with its provenance.
+    """A domain with its provenance."""
 
-    Attributes:
-        domain: Its images, with labels where there are any.
-        origin: How it differs from the published data, e.g. that it was rebuilt.
-        files: File name of every image, if they come from files.
-        notes: What the user should know.
-    """
-
-    domain: Domain
-    origin: str | None = None
-    files: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    domain: Domain  # its images, with labels where there are any
+    origin: str | None = None  # how it differs from the published data, e.g. that it was rebuilt
+    files: tuple[str, ...] = ()  # file name of every image, if they come from files
+    notes: tuple[str, ...] = ()  # what the user should know
 
 
 @dataclass(frozen=True)
 class StreamSpec(StreamInfo):
-    """A stream with all that is needed to load it and train on it.
+    """A stream with all that is needed to load it and train on it."""
 
-    Attributes:
-        recipe: Sizes that all methods share on it.
-        load: Loads domains from their codes, the source first, and the side of the images.
-        places: Maps codes to the folders or zips that ``load`` reads; None if it generates its images.
-        values: Name under which methods list their values for the stream; empty for the stream's own name.
-        needs_order: Whether the user must give an order, because there is no natural one.
-        unlabelled: Codes of domains to read without labels, whatever folders they have.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # sizes that all methods share on it
+    # loads domains from their codes, the source first, and the side of the images
     load: Callable[[Sequence[str], int, DataOptions], list[LoadedDomain]]
+    # maps codes to the folders or zips that ``load`` reads; None if it generates its images
     places: Callable[[Sequence[str], DataOptions], Mapping[str, Path]] | None = None
-    values: str = ""
-    needs_order: bool = False
-    unlabelled: frozenset[str] = frozenset()
+    values: str = ""  # name under which methods list their values for the stream; empty for the stream's own name
+    needs_order: bool = False  # whether the user must give an order, because there is no natural one
+    unlabelled: frozenset[str] = frozenset()  # codes of domains to read without labels, whatever folders they have
 
 
 @dataclass(frozen=True)

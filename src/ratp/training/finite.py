@@ -24,15 +24,10 @@ _thread = threading.local()
 
 @dataclass
 class Draws:
-    """Sampled images.
+    """Sampled images."""
 
-    Attributes:
-        images: Indices in the stage's domain.
-        memory: Indices in the memory.
-    """
-
-    images: list[int] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)  # indices in the stage's domain
+    memory: list[int] = field(default_factory=list)  # indices in the memory
 
 
 @contextmanager
@@ -78,23 +73,15 @@ class NonFiniteError(TrainingError):
 
 @dataclass(frozen=True)
 class BadBatch:
-    """The batch after which values were not finite.
+    """The batch after which values were not finite."""
 
-    Attributes:
-        phase: Name of the phase.
-        epoch: Its epoch, from 0.
-        step: Which step of it, from 0.
-        lost: Losses or weights that were not finite; empty if only values computed from the weights were not.
-        images: Indices of its images in the domain.
-        memory: Indices of its images in the memory.
-    """
-
-    phase: str
-    epoch: int
-    step: int
+    phase: str  # its name
+    epoch: int  # its epoch, from 0
+    step: int  # which step of it, from 0
+    # losses or weights that were not finite; empty if only values computed from the weights were not
     lost: tuple[str, ...]
-    images: tuple[int, ...]
-    memory: tuple[int, ...]
+    images: tuple[int, ...]  # indices of its images in the domain
+    memory: tuple[int, ...]  # indices of its images in the memory
 
 
 def lost_numbers(values: Mapping[str, Tensor] | Mapping[str, float]) -> list[str]:
@@ -148,21 +135,13 @@ def check_numbers(values: Mapping[str, Tensor] | Mapping[str, float], progress: 
 
 
 def find_batch(
-    phases: Sequence[Phase],
-    progress: Progress,
-    error: NonFiniteError,
-    capture: bool,
+    phases: Sequence[Phase],  # the phases, in the state that ``progress`` describes
+    progress: Progress,  # where to begin
+    error: NonFiniteError,  # the error to reproduce
+    capture: bool,  # whether to capture the steps before that epoch
     weights: WeightWatch,
 ) -> BadBatch | None:
-    """Repeats training to find the batch after which values were not finite; None if all are finite this time.
-
-    Args:
-        phases: The phases, in the state that ``progress`` describes.
-        progress: Where to begin.
-        error: The error to reproduce.
-        capture: Whether to capture the steps before that epoch.
-        weights: Watches what is trained.
-    """
+    """Repeats training to find the batch after which values were not finite; None if all are finite this time."""
     place = error.phase, error.epoch
     if (progress.phase, progress.epoch) < place:
         for moment in train(phases, capture=capture, progress=progress):

@@ -122,25 +122,15 @@ class PhaseShape(Protocol):
 
 @dataclass(frozen=True)
 class Tick:
-    """A moment of training, as the loop yields it.
-
-    Attributes:
-        phase: The current phase.
-        epoch: Its epoch, from 0.
-        step: Steps done in this epoch.
-        made: Number of steps since the previous tick.
-        read_means: Computes ``means``; must be called before the next step.
-        statistics: What ``begin_epoch`` returned.
-        epoch_done: Whether this was the last step of the epoch.
-    """
+    """A moment of training, as the loop yields it."""
 
     phase: PhaseShape
-    epoch: int
-    step: int
-    made: int
-    read_means: Callable[[], Mapping[str, Tensor]]
-    statistics: Mapping[str, float]
-    epoch_done: bool
+    epoch: int  # its epoch, from 0
+    step: int  # steps done in this epoch
+    made: int  # number of steps since the previous tick
+    read_means: Callable[[], Mapping[str, Tensor]]  # computes ``means``; must be called before the next step
+    statistics: Mapping[str, float]  # what ``begin_epoch`` returned
+    epoch_done: bool  # whether this was the last step of the epoch
 
     @cached_property
     def means(self) -> Mapping[str, Tensor]:
@@ -226,24 +216,16 @@ def _recorded(record: Mapping[str, float], where: str) -> dict[str, float]:
 
 
 class Progress(Stateful):
-    """The state of the loop: how far training has got in its phases.
-
-    Attributes:
-        phase: Number of the phase.
-        epoch: Its epoch.
-        begun: Whether ``begin_epoch`` was called for it.
-        statistics: What ``begin_epoch`` returned.
-        means: Sums over the epoch so far.
-    """
+    """The state of the loop: how far training has got in its phases."""
 
     saved = "phase epoch begun statistics means"
 
     def __init__(self) -> None:
-        self.phase = 0
-        self.epoch = 0
-        self.begun = False
-        self.statistics: dict[str, float] = {}
-        self.means = _Means()
+        self.phase = 0  # number of the phase
+        self.epoch = 0  # its epoch
+        self.begun = False  # whether ``begin_epoch`` was called for it
+        self.statistics: dict[str, float] = {}  # what ``begin_epoch`` returned
+        self.means = _Means()  # sums over the epoch so far
 
     @property
     def phases_begun(self) -> int:

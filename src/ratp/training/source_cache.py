@@ -34,15 +34,11 @@ _HOLDERS: dict[Path, int] = {}
 
 
 class TakenError(RatpError):
-    """Another run trains the network that this one needs.
-
-    Attributes:
-        path: Where that run will store it.
-    """
+    """Another run trains the network that this one needs."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"another run is training the network for {path}; start again when it has finished.")
-        self.path = path
+        self.path = path  # where that run will store it
 
 
 class SourceModels:

@@ -28,46 +28,29 @@ Part = Literal["train", "test", "all"]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file on the web.
-
-    Attributes:
-        urls: Its addresses, best first.
-        part: Which part of the domain is in it.
-        images: Number of images in it; 0 for labels and lists, None if not known.
-    """
+    """A file on the web."""
 
     name: str
-    urls: tuple[str, ...]
+    urls: tuple[str, ...]  # its addresses, best first
     size: int | None = None
     sha256: str | None = None
-    part: Part = "all"
-    images: int | None = None
+    part: Part = "all"  # which part of the domain is in it
+    images: int | None = None  # number of images in it; 0 for labels and lists, None if not known
 
 
 @dataclass(frozen=True)
 class DomainSource:
-    """Where a domain comes from.
-
-    Attributes:
-        files: What to download; empty if there is no reliable address.
-        parts: Which parts of it make up the domain in the benchmark streams.
-        manual: How to get it by hand.
-        rebuilds: Whether it can be rebuilt after its published recipe.
-        published: Number of images the benchmark was published with, where files do not say.
-        terms: What its authors allow, where they restrict it.
-        collected: What its files are called in a collection of all domains, if there is one.
-        frame: How that collection frames its images, if not as they were first released.
-    """
+    """Where a domain comes from."""
 
     name: str
-    files: tuple[SourceFile, ...] = ()
-    parts: tuple[Part, ...] = ("all",)
-    manual: str = ""
-    rebuilds: bool = False
-    published: int | None = None
-    terms: str = ""
-    collected: tuple[str, ...] = ()
-    frame: Frame | None = None
+    files: tuple[SourceFile, ...] = ()  # what to download; empty if there is no reliable address
+    parts: tuple[Part, ...] = ("all",)  # which parts of it make up the domain in the benchmark streams
+    manual: str = ""  # how to get it by hand
+    rebuilds: bool = False  # whether it can be rebuilt after its published recipe
+    published: int | None = None  # number of images the benchmark was published with, where files do not say
+    terms: str = ""  # what its authors allow, where they restrict it
+    collected: tuple[str, ...] = ()  # what its files are called in a collection of all domains, if there is one
+    frame: Frame | None = None  # how that collection frames its images, if not as they were first released
 
     def chosen(self) -> tuple[SourceFile, ...]:
         """The files of the parts that make up the domain."""
@@ -81,21 +64,14 @@ class DomainSource:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A published data set.
+    """A published data set."""
 
-    Attributes:
-        name: As written on the command line; also the folder of its domains.
-        classes: Its classes, or those of them that the benchmark uses.
-        is_selection: Whether ``classes`` are only some of those published.
-        most: Number of images per domain that the benchmark uses at most; None: all of them.
-    """
-
-    name: str
+    name: str  # as written on the command line; also the folder of its domains
     title: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # its classes, or those of them that the benchmark uses
     domains: Mapping[str, DomainSource]
-    is_selection: bool = False
-    most: int | None = None
+    is_selection: bool = False  # whether ``classes`` are only some of those published
+    most: int | None = None  # number of images per domain that the benchmark uses at most; None: all of them
 
     def domain(self, name: str) -> DomainSource:
         """The source of a domain."""

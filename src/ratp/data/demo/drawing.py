@@ -90,22 +90,14 @@ def _stroke(glyph: Image.Image) -> float:
 
 @dataclass(frozen=True)
 class View:
-    """The position and orientation of a row of figures in the image.
+    """The position and orientation of a row of figures in the image."""
 
-    Attributes:
-        height: Of a figure, in pixels.
-        turn: Rotation, in radians.
-        slant: Horizontal shear.
-        stretch: Width of a figure relative to its own.
-        shift: Of the middle figure from the centre, in pixels, to the right and down.
-        vanish: Perspective: how much nearer the right and the lower edge are than the centre.
-    """
-
-    height: float
-    turn: float
-    slant: float
-    stretch: float
-    shift: tuple[float, float]
+    height: float  # of a figure, in pixels
+    turn: float  # rotation, in radians
+    slant: float  # horizontal shear
+    stretch: float  # width of a figure relative to its own
+    shift: tuple[float, float]  # of the middle figure from the centre, in pixels, to the right and down
+    # perspective: how much nearer the right and the lower edge are than the centre
     vanish: tuple[float, float] = (0.0, 0.0)
 
     def project(self, row: Image.Image, middle: tuple[float, float]) -> Image.Image:

@@ -23,17 +23,11 @@ DIGITS_FIVE: FrameName = "digits-five"
 
 @dataclass(frozen=True)
 class Frame:
-    """How Digits-Five frames a domain that was first released with another frame.
+    """How Digits-Five frames a domain that was first released with another frame."""
 
-    Attributes:
-        original: Side of the images as first released; only images of this side are changed.
-        margin: Black pixels to add on every side; negative: pixels to remove.
-        side: Side to resize the result to.
-    """
-
-    original: int
-    margin: int
-    side: int
+    original: int  # side of the images as first released; only images of this side are changed
+    margin: int  # black pixels to add on every side; negative: pixels to remove
+    side: int  # side to resize the result to
 
     def is_original(self, file: ImageBytes) -> bool:
         """Returns whether an image has its original frame, by its size."""

@@ -48,19 +48,13 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class ArchiveLimits:
-    """Limits of an archive. The defaults leave room for any data set this package can train on.
-
-    Attributes:
-        file_bytes: Uncompressed size of one image.
-        total_bytes: Uncompressed size of all images.
-        ratio: Compression ratio from which an image of ``ratio_from_bytes`` or more counts as a bomb.
-        ratio_from_bytes: Uncompressed size from which the ratio matters; a plain picture can pack very well.
-    """
+    """Limits of an archive. The defaults leave room for any data set this package can train on."""
 
     members: int = 2_000_000
-    file_bytes: int = MAX_FILE_BYTES
-    total_bytes: int = 2**40
-    ratio: int = 200
+    file_bytes: int = MAX_FILE_BYTES  # uncompressed size of one image
+    total_bytes: int = 2**40  # uncompressed size of all images
+    ratio: int = 200  # compression ratio from which an image of ``ratio_from_bytes`` or more counts as a bomb
+    # uncompressed size from which the ratio matters; a plain picture can pack very well
     ratio_from_bytes: int = 32 * 2**20
 
 

@@ -52,21 +52,13 @@ class UnreadableFolder(Unreadable):
 
 
 class Listing(NamedTuple):
-    """Files of a folder or an archive.
+    """Files of a folder or an archive."""
 
-    Attributes:
-        files: Images by their ending, sorted by name.
-        ignored: Names of other files, and of links to folders that are listed already.
-        unsupported: Those among the ignored files that may be images.
-        unreadable: Folders and links that could not be followed.
-        read: From the name of a file to its bytes; raises BadImage.
-    """
-
-    files: tuple[FoundFile, ...]
-    ignored: tuple[str, ...]
-    unsupported: tuple[str, ...]
-    unreadable: tuple[Unreadable, ...]
-    read: Callable[[str], bytes]
+    files: tuple[FoundFile, ...]  # images by their ending, sorted by name
+    ignored: tuple[str, ...]  # names of other files, and of links to folders that are listed already
+    unsupported: tuple[str, ...]  # those among the ignored files that may be images
+    unreadable: tuple[Unreadable, ...]  # folders and links that could not be followed
+    read: Callable[[str], bytes]  # from the name of a file to its bytes; raises BadImage
 
 
 def ending_of(name: str) -> str:

@@ -22,17 +22,11 @@ if TYPE_CHECKING:
 
 
 class DecodedPart(NamedTuple):
-    """A part of the images, decoded.
+    """A part of the images, decoded."""
 
-    Attributes:
-        images: uint8 tensor of shape (n, 3, height, width): those that can be used, in their order.
-        names: The names of their files.
-        bad: The unusable files, each with the reason.
-    """
-
-    images: Tensor
-    names: tuple[str, ...]
-    bad: tuple[Unreadable, ...]
+    images: Tensor  # uint8 tensor of shape (n, 3, height, width): those that can be used, in their order
+    names: tuple[str, ...]  # the names of their files
+    bad: tuple[Unreadable, ...]  # the unusable files, each with the reason
 
 
 def list_images(paths: Sequence[Path]) -> ImageTree:

@@ -45,22 +45,15 @@ class ImageFile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageTree:
-    """The image files of a domain.
-
-    Attributes:
-        classes: Names of the classes that have images, sorted; None if the domain is flat.
-        ignored: Names of files without an image ending, sorted.
-        unsupported: Those among the ignored files that may be images.
-        unreadable: Folders and links that could not be followed, each with the reason.
-    """
+    """The image files of a domain."""
 
     path: Path
     name: str
-    classes: tuple[str, ...] | None
+    classes: tuple[str, ...] | None  # names of the classes that have images, sorted; None if the domain is flat
     files: tuple[ImageFile, ...]
-    ignored: tuple[str, ...]
-    unsupported: tuple[str, ...]
-    unreadable: tuple[Unreadable, ...]
+    ignored: tuple[str, ...]  # names of files without an image ending, sorted
+    unsupported: tuple[str, ...]  # those among the ignored files that may be images
+    unreadable: tuple[Unreadable, ...]  # folders and links that could not be followed, each with the reason
     _read: Callable[[str], bytes] = field(repr=False)
 
     @property

@@ -268,36 +268,21 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        offset: Tensor | None,
-        add: Tensor | None,
-        keep: Tensor | None,
-        mask: Tensor | None,
-        count: Tensor | None,
+        x: Tensor,  # shape (n, c) or (n, c, height, width)
+        weight: Tensor,  # γ, shape (c,)
+        bias: Tensor,  # β, shape (c,)
+        offset: Tensor | None,  # counts as added to x, shape (c,)
+        add: Tensor | None,  # added before ReLU, same shape as x
+        keep: Tensor | None,  # factor on every channel of every image, float32 of shape (n, c)
+        mask: Tensor | None,  # which images count, bool of shape (n,); None: all
+        count: Tensor | None,  # how many images count, float32 scalar
+        # running mean, running variance and number of batches, updated in place
         running: tuple[Tensor, Tensor, Tensor],
-        momentum: float,
-        eps: float,
-        relu: bool,
+        momentum: float,  # share of the batch in the running statistics
+        eps: float,  # added to the variance
+        relu: bool,  # whether to apply ReLU last
     ) -> Tensor:
-        """Normalises all rows.
-
-        Args:
-            ctx: Saves what the gradient needs.
-            x: Shape (n, c) or (n, c, height, width).
-            weight: γ, shape (c,).
-            bias: β, shape (c,).
-            offset: Counts as added to x, shape (c,).
-            add: Added before ReLU, same shape as x.
-            keep: Factor on every channel of every image, float32 of shape (n, c).
-            mask: Which images count, bool of shape (n,); None: all.
-            count: How many images count, float32 scalar.
-            running: Running mean, running variance and number of batches, updated in place.
-            momentum: Share of the batch in the running statistics.
-            eps: Added to the variance.
-            relu: Whether to apply ReLU last.
-        """
+        """Normalises all rows."""
         x = dense(x)
         cut, y = _Matrix(x), torch.empty_like(x)
         mean, invstd = torch.empty(2, cut.columns, device=x.device)

@@ -147,43 +147,25 @@ def _decode_kernel(
 
 
 def mix(
-    images: Tensor,
-    inputs: Tensor,
+    images: Tensor,  # shape (n, 3, height, width)
+    inputs: Tensor,  # the same with noise
+    # weight and bias of the colour layer, if any; then those of encoder, decoder and AdaIN of every autoencoder
     layers: Sequence[Tensor],
-    sizes: tuple[int, ...],
-    noise: Tensor,
-    keep: Tensor | None,
-    weights: Tensor,
-    mean: Tensor,
-    std: Tensor,
+    sizes: tuple[int, ...],  # kernel size of each autoencoder
+    noise: Tensor,  # AdaIN's, shape (autoencoders, n or 1, 10)
+    keep: Tensor | None,  # which colours stay, bool like the images; None: no colour branch
+    weights: Tensor,  # mixing weights, shape (n or 1, terms)
+    mean: Tensor,  # of the images' normalisation
+    std: Tensor,  # likewise
     *,
-    residual: bool,
-    squash: bool,
-    safe_division: bool,
-    renormalise: bool,
+    residual: bool,  # whether AdaIN's scale is 1 + γ
+    squash: bool,  # whether every branch ends in tanh
+    safe_division: bool,  # whether |Σw| is at least ``smallest``
+    renormalise: bool,  # whether the result is normalised again
     smallest: float,
-    dropout: float,
+    dropout: float,  # share of colours dropped
 ) -> Tensor:
-    """Mixes normalised images with what random autoencoders make of them.
-
-    Args:
-        images: Shape (n, 3, height, width).
-        inputs: The same with noise.
-        layers: Weight and bias of the colour layer, if there is one; then those of encoder, decoder and AdaIN of every
-            autoencoder.
-        sizes: Kernel size of each autoencoder.
-        noise: AdaIN's, shape (autoencoders, n or 1, 10).
-        keep: Which colours stay, bool like the images; None: no colour branch.
-        weights: Mixing weights, shape (n or 1, terms).
-        mean: Of the images' normalisation.
-        std: Likewise.
-        residual: Whether AdaIN's scale is 1 + γ.
-        squash: Whether every branch ends in tanh.
-        safe_division: Whether |Σw| is at least ``smallest``.
-        renormalise: Whether the result is normalised again.
-        smallest: See ``safe_division``.
-        dropout: Share of colours dropped.
-    """
+    """Mixes normalised images with what random autoencoders make of them."""
     images, inputs = images.contiguous(), inputs.contiguous()
     count, _, height, width = images.shape
     order, layout = _layout(sizes, keep is not None, images.device)

@@ -245,19 +245,12 @@ def _noise_back_kernel(
 
 
 class Chance(NamedTuple):
-    """The random numbers of a call, besides those of its convolutions.
+    """The random numbers of a call, besides those of its convolutions."""
 
-    Attributes:
-        weights: Mixing weights of the branches, colours first.
-        keep: Which colours stay, bool like the images.
-        smallest: |Σw| is at least this.
-        dropout: Share of colours dropped.
-    """
-
-    weights: Tensor
-    keep: Tensor
-    smallest: float
-    dropout: float
+    weights: Tensor  # mixing weights of the branches, colours first
+    keep: Tensor  # which colours stay, bool like the images
+    smallest: float  # |Σw| is at least this
+    dropout: float  # share of colours dropped
 
 
 class _Layout(NamedTuple):
@@ -294,24 +287,15 @@ def _layout(sizes: tuple[int, ...], device: torch.device) -> _Layout:
 
 
 def restyle(
-    images: Tensor,
-    inputs: Tensor,
-    numbers: Tensor,
-    sizes: tuple[int, ...],
-    styles: Tensor,
-    chance: Chance | None,
-    blend: tuple[float, Tensor, Tensor],
+    images: Tensor,  # normalised, float32, shape (n, 3, height, width)
+    inputs: Tensor,  # the same with noise
+    numbers: Tensor,  # all numbers of the convolutions
+    sizes: tuple[int, ...],  # kernel size of each autoencoder
+    styles: Tensor,  # all scales, then all shifts, flat
+    chance: Chance | None,  # further random numbers; None: the mean of all branches
+    blend: tuple[float, Tensor, Tensor],  # share of the style, and mean and deviation of the images' normalisation
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Computes images in a new style, without recording a gradient.
-
-    Args:
-        images: Normalised, float32, shape (n, 3, height, width).
-        inputs: The same with noise.
-        numbers: All numbers of the convolutions.
-        sizes: Kernel size of each autoencoder.
-        styles: All scales, then all shifts, flat.
-        chance: Further random numbers; None: the mean of all branches.
-        blend: Share of the style, and mean and deviation of the images' normalisation.
 
     Returns:
         The images; and, without chance, what the gradient needs.
@@ -406,29 +390,17 @@ class _Estimate(torch.autograd.Function):
 
 
 def estimate(
-    images: Tensor,
-    noise: Tensor,
-    unit: float,
-    numbers: Tensor,
-    sizes: tuple[int, ...],
-    blend: tuple[float, Tensor, Tensor],
-    level: Tensor,
-    scales: Sequence[Tensor],
-    shifts: Sequence[Tensor],
+    images: Tensor,  # normalised, float32, shape (n, 3, height, width)
+    noise: Tensor,  # of the same shape
+    unit: float,  # of the noise level
+    numbers: Tensor,  # all numbers of the convolutions
+    sizes: tuple[int, ...],  # kernel size of each autoencoder
+    blend: tuple[float, Tensor, Tensor],  # as for :func:`restyle`
+    level: Tensor,  # of the noise
+    scales: Sequence[Tensor],  # γ, one per autoencoder
+    shifts: Sequence[Tensor],  # β, one per autoencoder
 ) -> Tensor:
-    """Computes images in the mean style of all branches, with gradients of noise level, scales and shifts.
-
-    Args:
-        images: Normalised, float32, shape (n, 3, height, width).
-        noise: Shape of the images.
-        unit: Unit of the noise level.
-        numbers: All numbers of the convolutions.
-        sizes: Kernel size of each autoencoder.
-        blend: As for :func:`restyle`.
-        level: The noise level.
-        scales: γ, one per autoencoder.
-        shifts: β, one per autoencoder.
-    """
+    """Computes images in the mean style of all branches, with gradients of noise level, scales and shifts."""
     return _Estimate.apply(  # type: ignore[no-any-return]
         images.contiguous(), noise, unit, numbers, sizes, blend, level, *scales, *shifts
     )

@@ -110,15 +110,7 @@ def tracking(network: Network) -> Iterator[None]:
 
 
 class SinglePass(Phase):
-    """Shows every image of a domain to an online method once, batch by batch in random order.
-
-    Args:
-        method: The method that observes.
-        setting: Recipe, randomness and device.
-        domain: The domain to show.
-        stage: Number of the stage; it seeds the order.
-        finish: Called at the end with the domain's images; its result is recorded.
-    """
+    """Shows every image of a domain to an online method once, batch by batch in random order."""
 
     name = "pass"
     epochs = 1
@@ -126,10 +118,11 @@ class SinglePass(Phase):
 
     def __init__(
         self,
-        method: OnlineMethod,
+        method: OnlineMethod,  # observes
         setting: Setting,
-        domain: UnlabelledDomain,
-        stage: int,
+        domain: UnlabelledDomain,  # shown
+        stage: int,  # number of the stage; it seeds the order
+        # called at the end with the domain's images; its result is recorded
         finish: Callable[[Tensor], dict[str, float]] | None = None,
     ) -> None:
         self._method, self._finish = method, finish
