@@ -117,7 +117,7 @@ def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
     except Exception as error:  # on damaged data a decoder may raise anything
         if isinstance(error, MemoryError) or "out of memory" in str(error):
             raise MemoryError(f"too little memory for {kind} data") from error
-        bytearray(4 * pixels)  # some decoders call it damage when they get no memory; this then raises a MemoryError
+        bytes(4 * pixels)  # some decoders call it damage when they get no memory; this then raises a MemoryError
         raise BadImage(_reason(kind, error)) from error
 
 
