@@ -112,7 +112,7 @@ def test_labels_of_many_images_are_announced(monkeypatch):
     unannounced, announced = target_phase(**changes), target_phase(**changes)
     unannounced.begin_epoch(0)
     monkeypatch.setattr(module, "MANY", 10)
-    with pytest.warns(SlowWarning, match=r"T2PL of 3\d images takes about 0 s, .* --set refresh=0") as said:
+    with pytest.warns(SlowWarning, match=r"T2PL of 3\d images takes about 0 s: .* --set refresh=0") as said:
         announced.begin_epoch(0)
     assert len(said) == 1
     assert announced._labels.equal(unannounced._labels)
