@@ -52,6 +52,7 @@ FAULTS = {
     31: "programs in the current folder",
     35: "a domain so large that labelling it takes long",
     36: "predictions that were changed afterwards",
+    32: "a hostile results file",
 }
 
 

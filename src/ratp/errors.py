@@ -96,11 +96,28 @@ def _note_once(text: str) -> None:
 # Control characters a terminal may obey and marks that change the direction of text, except newline and tab.
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _REPLACED = {code: "\N{REPLACEMENT CHARACTER}" for code in _CONTROLS if chr(code) not in "\n\t"}
+_SPELLED = {code: ascii(chr(code))[1:-1] for code in _REPLACED}
 
 
 def printable(text: str) -> str:
     """Replaces control characters, so that untrusted text can be printed on a terminal."""
     return text.translate(_REPLACED)
+
+
+def csv_cell(value: Any) -> Any:
+    """A cell of a CSV file: an apostrophe before what a spreadsheet would compute, control characters spelled."""
+    if not isinstance(value, str):
+        return value
+    text = value.translate(_SPELLED)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def print_plainly() -> None:

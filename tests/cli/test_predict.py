@@ -130,7 +130,7 @@ class TestOutput:
     def test_names_cannot_send_escape_codes(self, run, monkeypatch):
         name = "new/\x1b[31mred.png"
         Path(name).write_bytes(encode(make_picture(0, 9)))
-        assert "\x1b[31m" in assert_ok(ratp("predict", run, name)).out  # a file gets names as they are
+        assert r"\x1b[31m" in assert_ok(ratp("predict", run, name)).out  # spelled, so that names stay distinct
 
         class Terminal(io.StringIO):
             def isatty(self):

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from ratp.errors import csv_cell
 from ratp.evaluation.matrix import METRICS
 from ratp.reports.summary import Group, Measure, Section, by_domain, group_runs, sections
 from ratp.reports.tables import (
@@ -246,7 +247,7 @@ def csv_text(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(heads)
-    writer.writerows(rows)
+    writer.writerows([csv_cell(cell) for cell in row] for row in rows)
     return file.getvalue()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ from ratp.runs.record import RunRecord, is_undone
 Kind = Literal["png", "svg"]
 _MOST_NAMED = 3  # methods that share a best number
 
+# The most domains that pictures show: there is a panel for each domain, with all domains on its axis.
+MOST_DRAWN = 24
+# The most domains of a report: its tables grow with their square.
+MOST_DOMAINS = 200
 # The guard's indicators: column heads, and names in the journal; of a pair, before and after the stage.
 GUARD_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "Structure": ("structure",),
@@ -101,6 +106,9 @@ def write_report(
     Figures of a second, third, … stream or order end in ``-2``, ``-3``, ….
     """
     found = sections(group_runs(runs))
+    if many := next((run for run in runs if len(run.matrix.domains) > MOST_DOMAINS), None):
+        count = len(many.matrix.domains)
+        raise RunDirectoryError(f"{many.path} has {count} domains: a report shows up to {MOST_DOMAINS}. Leave it out.")
     contents = {"metrics.csv": markup.csv_report(runs).encode(errors="backslashreplace")}
     if preface is None:
         contents |= {
@@ -179,6 +187,10 @@ def _drawn(section: Section) -> dict[tuple[str, Kind], bytes]:
     """The figures of a section as files, by name and kind."""
     drawn: dict[tuple[str, Kind], bytes] = {}
     groups = section.groups
+    if len(section.order) > MOST_DRAWN:
+        what = f"{section.stream} has {len(section.order)} domains, and pictures show up to {MOST_DRAWN}"
+        warnings.warn(f"pictures are left out: {what}", PictureWarning, stacklevel=2)
+        return drawn
     curves = {"curves": accuracy_curves(groups), "unfamiliar": unfamiliar_curves(groups)}
     for name, figure in {"matrix": matrix_heatmap(groups), **curves}.items():
         if figure is not None:
@@ -297,7 +309,7 @@ def _guarded(run: RunRecord) -> list[dict[str, Any]]:
         cells = []
         for names in GUARD_COLUMNS.values():
             values = [guard.get("signs", {}).get(name) for name in names]
-            known = all(isinstance(value, int | float) for value in values)
+            known = all(isinstance(value, int | float) and abs(value) < sys.maxsize for value in values)
             cells.append(" → ".join(f"{value:.2f}" for value in values) if known else MISSING)
         domain = str(event.get("domain", MISSING))
         found.append({"run": run, "domain": domain, "decision": decision, "reasons": reasons, "cells": cells})

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ratp.errors import csv_cell
+
 
 class Prediction(NamedTuple):
     """What a model predicts for one image.
@@ -36,5 +38,5 @@ def as_csv(predictions: Iterable[Prediction]) -> str:
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(("file", "class", "confidence"))
-    writer.writerows((file, label, f"{share:.4f}") for file, label, share in predictions)
+    writer.writerows((csv_cell(file), csv_cell(label), f"{share:.4f}") for file, label, share in predictions)
     return table.getvalue()
