@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from made_images import encode, make_picture, pixels, png, raw_png
 from PIL import Image, ImageFile
 
+from ratp.data.decode import pixels as pixel_conversions
 from ratp.data.decode.decode import decode
 from ratp.data.decode.pixels import BadImage
 
@@ -237,6 +238,46 @@ def stored(upright, orientation):
         7: upright[::-1, ::-1].transpose(1, 0, 2),
         8: np.rot90(upright, -1),
     }[orientation]
+
+
+LARGE = {
+    "16-bit": encode(Image.fromarray(np.full((3000, 3000), 40000, dtype=np.uint16)), "PNG"),
+    "float": encode(Image.new("F", (3000, 3000), 0.5), "TIFF", compression="tiff_deflate"),
+    "alpha": encode(Image.new("LA", (3000, 3000), (90, 90)), "PNG"),
+}
+
+
+class TestLargeImages:
+    @pytest.mark.faults(27, "decoding takes 13 bytes of memory a pixel at most, 16 of WebP")
+    def test_little_memory_is_used(self, tmp_path):
+        program = """if True:
+            import numpy, re, sys
+            from pathlib import Path
+            from ratp.data.decode.decode import decode_picture
+            peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+            files = [Path(name).read_bytes() for name in sys.argv[1:]]
+            decode_picture(files.pop(), (8, 8))
+            before = peak()
+            for data in files:
+                decode_picture(data, (8, 8))
+                print((peak() - before) // 3000**2)
+        """
+        names = [tmp_path / name for name in (*LARGE, "small")]
+        for name, data in zip(names, (*LARGE.values(), SMALL["PNG"]), strict=True):
+            name.write_bytes(data)
+        done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=True)
+        assert all(int(bytes_a_pixel) <= 13 for bytes_a_pixel in done.stdout.split()), done.stdout
+
+    def test_strips_change_no_pixel(self, monkeypatch):
+        ramp = np.linspace(-5, 700, 240, dtype=np.float32).reshape(12, 20)
+        images = [Image.fromarray(ramp), Image.fromarray(ramp.astype(np.int32)), make_picture().convert("RGBA")]
+        images[2].putalpha(make_picture().convert("L"))
+        files = [encode(image, "TIFF") for image in images]
+        whole = [decode(data, None) for data in files]
+        monkeypatch.setattr(pixel_conversions, "_STRIP_PIXELS", 50)
+        for data, expected in zip(files, whole, strict=True):
+            found = decode(data, None)
+            assert (found.image == expected.image).all() and found[1:] == expected[1:]
 
 
 class TestOrientation:

@@ -181,6 +181,8 @@ def _decode(image: Image.Image, size: tuple[int, int] | None) -> Picture:
     orientation = _orientation(image)
     conversions = ["exif-rotated"] if turned or orientation != 1 else []
     rgb = to_rgb(image, deep, conversions)
+    if rgb is not image:
+        image.close()  # frees its memory
     if several:
         conversions.append(several)
     if orientation != 1:

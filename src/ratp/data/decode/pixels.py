@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING
 from ratp.errors import RatpError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from PIL import Image
+
+_STRIP_PIXELS = 2**20
 
 
 class BadImage(RatpError):  # noqa: N818
@@ -66,28 +70,53 @@ def to_rgb(image: Image.Image, deep: bool, conversions: list[str]) -> Image.Imag
 def _over_white(image: Image.Image) -> Image.Image:
     from PIL import Image
 
-    rgba = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    rgb = Image.new("RGB", image.size)
+    for top, strip in _strips(image):
+        rgba = strip.convert("RGBA")
+        rgb.paste(Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB"), (0, top))
+    return rgb
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Yields an image in strips with the row each begins at: what is made of a strip takes little memory."""
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
 
 
 def _to_8_bits(image: Image.Image, deep: bool) -> Image.Image:
     import numpy as np
     from PIL import Image
 
-    values = np.asarray(image).astype(np.float64)
-    finite = values[np.isfinite(values)]
-    if not finite.size:
+    low, high = _extremes(image)
+    transparent = image.info.get("transparency")
+    grey = Image.new("L", image.size)
+    for top, strip in _strips(image):
+        values = np.nan_to_num(np.asarray(strip).astype(np.float64), nan=low, posinf=high, neginf=low)
+        if deep or (image.mode == "I" and low >= 0 and 255 < high <= 65535):
+            scaled = values / 257
+        elif image.mode == "F" and low >= 0 and high <= 1:
+            scaled = values * 255
+        elif low >= 0 and high <= 255:
+            scaled = values
+        else:
+            scaled = (values - low) * (255 / ((high - low) or 1))
+        if transparent is not None:
+            scaled[values == transparent] = 255
+        grey.paste(Image.fromarray(np.rint(scaled).clip(0, 255).astype(np.uint8)), (0, top))
+    return grey
+
+
+def _extremes(image: Image.Image) -> tuple[float, float]:
+    """Returns the smallest and the largest finite value."""
+    import numpy as np
+
+    found: list[float] = []
+    for _, strip in _strips(image):
+        values = np.asarray(strip)
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            found += float(finite.min()), float(finite.max())
+    if not found:
         raise BadImage("without any finite value")
-    low, high = float(finite.min()), float(finite.max())
-    values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
-    if deep or (image.mode == "I" and low >= 0 and 255 < high <= 65535):
-        scaled = values / 257
-    elif image.mode == "F" and low >= 0 and high <= 1:
-        scaled = values * 255
-    elif low >= 0 and high <= 255:
-        scaled = values
-    else:
-        scaled = (values - low) * (255 / ((high - low) or 1))
-    if "transparency" in image.info:
-        scaled[values == image.info["transparency"]] = 255
-    return Image.fromarray(np.rint(scaled).clip(0, 255).astype(np.uint8))
+    return min(found), max(found)
