@@ -9,11 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 import pytest
@@ -192,14 +192,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Makes files of a name unreadable for the package, even if root runs the tests."""
-    usual = files.read_bytes
+    usual = files.open_file
 
-    def read(path: Path) -> bytes:
-        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        with patch.object(files, "open_file", side_effect=denied) if path.name == name else nullcontext():
-            return usual(path)
+    def opened(path: Path) -> IO[bytes]:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return usual(path)
 
-    monkeypatch.setattr(files, "read_bytes", read)
+    monkeypatch.setattr(files, "open_file", opened)
 
 
 class NoProcess:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ratp.runs.states
-from helpers import accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domain, toy_plan
+from helpers import accuracy_of, files_of, journal_of, same_tensors, tensors_of, toy_domain, toy_plan, unreadable
 from ratp._core.files import NewerFileError, is_whole, read_tensors, write_tensors
 from ratp.errors import RunDirectoryError
 from ratp.runs.events import StageFinished, StageStarted, Trained
@@ -229,7 +229,7 @@ class TestRefused:
         assert_error(stopped, "does not fit this run")
 
     def test_unreadable_state(self, stopped, monkeypatch):
-        monkeypatch.setattr(os, "access", lambda path, mode: path.name != LATEST)
+        unreadable(monkeypatch, LATEST)
         assert_error(stopped, r"cannot read .*state\.safetensors: Permission denied")
 
 
