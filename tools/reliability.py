@@ -49,6 +49,7 @@ FAULTS = {
     25: "cached pixels are damaged",
     26: "too little memory while images are decoded",
     27: "small files that need much memory",
+    28: "a download over plain http, or one that unpacks without end",
     30: "a study that names a program",
     31: "programs in the current folder",
     35: "a domain so large that labelling it takes long",

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import resource
 import socket
+import urllib.request
+from email.message import Message
 from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import pytest
 
 from loopback import BODY, Answer, running
+from ratp.data.catalogue import CATALOGUE
+from ratp.data.catalogue import download as downloads
 from ratp.data.catalogue.download import DownloadError, Patience, download
 from ratp.data.catalogue.partial import Version, partial_of
 from ratp.errors import RatpError
@@ -308,6 +314,55 @@ def test_damaged_encoding(server, target):
     url = server.serve("/a", Answer(b"no gzip", headers={"Content-Encoding": "gzip"}))
     with pytest.raises(DownloadError, match="gzip encoding is damaged"):
         download([url], target, None, patience=QUICK)
+
+
+@pytest.mark.faults(28, "unpacking and receiving stop at the file's size")
+@pytest.mark.parametrize("size", [None, 5000])
+def test_encoding_that_unpacks_without_end(server, target, size):
+    packed = gzip.compress(bytes(10**7))
+    url = server.serve("/a", Answer(packed, headers={"Content-Encoding": "gzip"}))
+    with pytest.raises(DownloadError, match=f"it unpacks to more than the {size or 100 * len(packed):,} bytes allowed"):
+        download([url], target, None, size=size, patience=QUICK)
+    assert left(target) == []
+
+
+@pytest.mark.faults(28, "unpacking and receiving stop at the file's size")
+def test_answer_without_end(server, target, monkeypatch):
+    monkeypatch.setattr(downloads, "_PACKED_MORE", 10)
+    url = server.serve("/a", Answer(length=False))
+    with pytest.raises(DownloadError, match="it sends more than the 5 bytes expected"):
+        download([url], target, None, size=5, patience=QUICK)
+    assert left(target) == []
+
+
+@pytest.mark.faults(28, "over http, only files are downloaded whose sha256 is known")
+def test_plain_http_needs_a_hash(target):
+    url = "http://example.invalid/a"
+    with pytest.raises(DownloadError, match="over http, a file needs a known sha256"):
+        download(["https://example.invalid/a", url], target, None, patience=QUICK)
+    asked = []
+
+    def opener(request, timeout):
+        asked.append(request.full_url)
+        raise HTTPError(url, 404, "Not Found", Message(), None)
+
+    with pytest.raises(DownloadError, match="404"):
+        download([url], target, HASH, opener=opener, patience=QUICK)
+    assert asked == [url]
+
+
+@pytest.mark.faults(28, "over http, only files are downloaded whose sha256 is known")
+def test_plain_http_in_the_catalogue():
+    files = [file for entry in CATALOGUE.values() for source in entry.domains.values() for file in source.files]
+    assert [file for file in files if file.sha256 is None and any(url.startswith("http:") for url in file.urls)] == []
+
+
+def test_redirect_from_https_to_http():
+    request = urllib.request.Request("https://example.invalid/a")
+    with pytest.raises(downloads._MirrorError, match="which is not https"):
+        downloads._WebRedirects().redirect_request(
+            request, io.BytesIO(), 302, "", Message(), "http://example.invalid/a"
+        )
 
 
 def test_redirect(server, target):

@@ -444,6 +444,16 @@ class TestArchives:
         with pytest.raises(RatpError, match=r"1 image\(s\) packed more than 200:1, as only bombs are: 'cat/1.bmp'"):
             open_tree(path)
 
+    @pytest.mark.faults(7, "ratp refuses an archive that would unpack to a far larger size")
+    def test_decompression_bomb_of_many_members(self, tmp_path):
+        files = {f"cat/{k}.bmp": bytes(2**20) for k in range(4)}
+        path = write_zip(tmp_path / "d.zip", {**files, "cat/5.bmp": b"BM"}, zipfile.ZIP_DEFLATED)
+        with pytest.raises(RatpError, match=r"4 image\(s\) packed more than 200:1, as only bombs are: 'cat/0.bmp'"):
+            open_tree(path, ArchiveLimits(ratio_total_bytes=3 * 2**20))
+        assert len(open_tree(path).files) == 5
+        most = ArchiveLimits()
+        assert 60 * 31 * 2**20 > most.ratio_total_bytes >= most.ratio_from_bytes
+
     def test_member_larger_than_declared(self, tmp_path):
         path = write_zip(tmp_path / "d.zip", {"cat/1.bmp": bytes(10**6)}, zipfile.ZIP_DEFLATED)
         data = bytearray(path.read_bytes())

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from ratp import __version__
 from ratp._core.files import sha256_of
-from ratp.data.catalogue.partial import DownloadError, Partial, Version, partial_of
+from ratp.data.catalogue.partial import DownloadError, Partial, TooLongError, Version, partial_of
 
 __all__ = ["DownloadError", "Patience", "download", "open_web"]
 
@@ -31,6 +31,8 @@ Opener = Callable[[urllib.request.Request, float], http.client.HTTPResponse]
 
 _CHUNK = 1 << 18
 _WORTH_ANOTHER_TRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_PACKED_MORE = 1 << 20  # bytes by which packing may make a file longer
+_UNPACKED_RATIO = 100  # what a file of unknown size may grow by when it is unpacked
 _PAGE_TYPES = frozenset({"text/html", "application/xhtml+xml"})
 _PAGE = re.compile(rb"\s*<(!doctype|html|head|body|\?xml|!--)", re.IGNORECASE)
 
@@ -72,6 +74,9 @@ class _WebRedirects(urllib.request.HTTPRedirectHandler):
         if not _is_web(newurl):
             fp.close()
             raise _MirrorError(f"it redirects to {newurl}, which is not a web address")
+        if _is_safe(req.full_url) and not _is_safe(newurl):
+            fp.close()
+            raise _MirrorError(f"it redirects to {newurl}, which is not https")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -106,7 +111,7 @@ def download(
     """Downloads a file, unless it is there already.
 
     Args:
-        urls: Addresses of the same file, tried in this order; http or https.
+        urls: Addresses of the same file, tried in this order; https, or http if ``sha256`` is given.
         target: Where the file goes; its folder is made if need be.
         sha256: What the file must hash to, or None if that is not known.
         progress: Called with the number of bytes so far and, where known, of all.
@@ -121,6 +126,8 @@ def download(
     for url in urls:
         if not _is_web(url):
             raise DownloadError(f"cannot download {url!r}: only http and https addresses are allowed.")
+        if sha256 is None and not _is_safe(url):
+            raise DownloadError(f"cannot download {url!r}: over http, a file needs a known sha256. Use https.")
     if target.is_file() and (sha256 is None or sha256_of(target) == sha256):
         return target
     problems = []
@@ -217,6 +224,7 @@ class _Transfer:
                 if not self.partial.length:
                     self._refuse_page(response.headers, chunk)
                 self.partial.append(chunk)
+                self._refuse_more()
                 if self.progress:
                     self.progress(self.partial.length, version.total)
         finally:
@@ -262,12 +270,21 @@ class _Transfer:
             beginning = (chunk.lstrip()[:40].decode("latin-1").splitlines() or [""])[0]
             raise _MirrorError(f"a web page came instead of the file ({kind}, it begins with {beginning!r})")
 
+    def _refuse_more(self) -> None:
+        """Stops a transfer that has become longer than the file can be, packed or not."""
+        if self.size is not None and self.partial.length > self.size + _PACKED_MORE:
+            self.partial.clear()
+            raise _MirrorError(f"it sends more than the {self.size:,} bytes expected")
+
     def _verify(self) -> None:
         """Checks size and hash of what has arrived, and discards it if they are wrong."""
         try:
             if self._is_packed():
-                self.partial.unpack()
+                self.partial.unpack(_UNPACKED_RATIO * self.partial.length if self.size is None else self.size)
             found, length = self.partial.sha256() if self.sha256 else None, self.partial.length
+        except TooLongError as error:
+            self.partial.clear()
+            raise _WrongBytesError(str(error)) from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             self.partial.clear()
             raise _WrongBytesError(f"its gzip encoding is damaged ({error})") from error
@@ -290,6 +307,12 @@ class _Transfer:
         if self.sha256:
             return self.partial.sha256() != self.sha256
         return not self.name.endswith((".gz", ".tgz"))
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what the address gives: https, or this machine."""
+    parts = urlsplit(url)
+    return parts.scheme == "https" or parts.hostname in {"localhost", "127.0.0.1", "::1"}
 
 
 def _is_web(url: str) -> bool:

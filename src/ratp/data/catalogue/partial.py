@@ -21,9 +21,15 @@ from ratp._core.files import sha256_of
 from ratp._core.locks import try_acquire
 from ratp.errors import RatpError
 
+_CHUNK = 1 << 18
+
 
 class DownloadError(RatpError):
     """A file could not be downloaded: the addresses tried, what each answered, and what to do instead."""
+
+
+class TooLongError(Exception):
+    """Compressed content unpacks to more bytes than allowed."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +114,16 @@ class Partial:
         self.flush()
         return sha256_of(self.path)
 
-    def unpack(self) -> None:
-        """Unpacks content that the server compressed for transfer."""
+    def unpack(self, most: int) -> None:
+        """Unpacks content that the server compressed for transfer; raises TooLongError after ``most`` bytes."""
         self.flush()
         plain = self.path.with_name(f"{self.path.name}.plain")
         try:
             with gzip.open(self.path) as packed, plain.open("wb") as file:
-                shutil.copyfileobj(packed, file)
+                while chunk := packed.read(_CHUNK):
+                    file.write(chunk)
+                    if file.tell() > most:
+                        raise TooLongError(f"it unpacks to more than the {most:,} bytes allowed")
             self._file.truncate(0)
             with plain.open("rb") as file:
                 shutil.copyfileobj(file, self._file)

@@ -56,6 +56,7 @@ class ArchiveLimits:
     ratio: int = 200  # compression ratio from which an image of ``ratio_from_bytes`` or more counts as a bomb
     # uncompressed size from which the ratio matters; a plain picture can pack very well
     ratio_from_bytes: int = 32 * 2**20
+    ratio_total_bytes: int = 256 * 2**20
 
 
 def list_archive(path: Path, limits: ArchiveLimits | None = None) -> Listing:
@@ -170,11 +171,11 @@ def _too_much(images: dict[str, zipfile.ZipInfo], limits: ArchiveLimits) -> Iter
     large = [name for name, info in images.items() if info.file_size > limits.file_bytes]
     if large:
         yield f"{len(large):,} image(s) larger than {limits.file_bytes / 2**20:,.0f} MiB: {quoted(large)}."
-    bombs = [
-        name
-        for name, info in images.items()
-        if info.file_size >= limits.ratio_from_bytes and info.file_size > limits.ratio * info.compress_size
-    ]
+    tight = {
+        name: info.file_size for name, info in images.items() if info.file_size > limits.ratio * info.compress_size
+    }
+    least = 0 if sum(tight.values()) > limits.ratio_total_bytes else limits.ratio_from_bytes
+    bombs = [name for name, size in tight.items() if size >= least]
     if bombs:
         yield f"{len(bombs):,} image(s) packed more than {limits.ratio}:1, as only bombs are: {quoted(bombs)}."
     total = sum(info.file_size for info in images.values())
