@@ -138,7 +138,7 @@ class TestDirectory:
 
     def test_run_folder_contents(self, run):
         files = {"config.json", "environment.json", "journal.jsonl", "matrix.json"}
-        files |= {"state.safetensors", "weights.safetensors"}
+        files |= {"state.safetensors", "weights.safetensors", "checksums.json"}
         assert files_of(run.folder).keys() == files | (
             {"samples.safetensors"} if run.plan.method.name == "ratp" else set()
         )

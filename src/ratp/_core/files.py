@@ -347,6 +347,7 @@ JOURNAL = Schema()  # each line
 STATE = Schema()  # includes the matrix and the lines of the journal
 CHECKPOINT = Schema((_outdated, _outdated))
 WEIGHTS = Schema()
+CHECKSUMS = Schema()
 SAMPLES = Schema()
 FEATURES = Schema()
 RESULT = Schema()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ratp._core.environment import Precision, changes
 from ratp._core.files import (
+    CHECKSUMS,
     CONFIG,
     ENVIRONMENT,
     FEATURES,
@@ -47,12 +48,24 @@ from ratp.data.domain import UnlabelledDomain
 from ratp.errors import Note, RunDirectoryError
 from ratp.evaluation.matrix import Matrix
 from ratp.runs.differences import describe_differences
-from ratp.runs.record import check_owner, files_in, fingerprint_of, holds_others, read_journal, with_advice
+from ratp.runs.record import (
+    CHECKSUMS_FILE,
+    check_owner,
+    files_in,
+    fingerprint_of,
+    hash_of_content,
+    holds_others,
+    read_journal,
+    with_advice,
+)
 from ratp.runs.states import Checkpoints, Stage, State, States
 from ratp.streams.stream import Stream
 from ratp.training.method import Method
 
 SAMPLE_COUNT = 10
+# Names of all files of a finished run.
+FINISHED = "config.json environment.json matrix.json journal.jsonl state.safetensors weights.safetensors"
+FINISHED += " samples.safetensors features-*.safetensors predictions-*.csv bad-batch-*.json"
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
@@ -120,8 +133,9 @@ class Journal:
         return {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Appends an event."""
+        """Appends an event; the run is no longer as its checksums say."""
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            self.path.with_name(CHECKSUMS_FILE).unlink(missing_ok=True)
             file.write(self._line(event))
             if event["event"] in ("stage_finished", "run_finished"):
                 file.flush()
@@ -247,6 +261,8 @@ class RunFiles:
             raise
         except RunDirectoryError:
             write_json(path, ENVIRONMENT.marked(now))
+            with writing(path):
+                path.with_name(CHECKSUMS_FILE).unlink(missing_ok=True)
             return {}
 
     def begin_stage(self, work: Stage, domain: str) -> None:
@@ -308,11 +324,17 @@ class RunFiles:
         self.journal.note("predicted", file=path.name, sha256=sha256_of(path))
 
     def settle(self) -> None:
-        """Notes the end of the run, once, and removes the files that only an unfinished run needs."""
+        """Notes the end of the run, once, hashes its files and removes those that only an unfinished run needs."""
         if not _has_ended(self.journal.events()):
             self.journal.note("run_finished")
         self.states.settle()
         self.checkpoints.remove()
+        path = self._folder / CHECKSUMS_FILE
+        if not path.exists():  # or a file damaged since would be taken for intact
+            files = sorted(file for pattern in FINISHED.split() for file in self._folder.glob(pattern))
+            hashes = {file.name: sha256_of(file) for file in files}
+            about = {"fingerprint": self._config["fingerprint"], "files": hashes}
+            write_json(path, CHECKSUMS.marked({**about, "sha256": hash_of_content(about)}))
 
     def save_samples(self, method: Method, stream: Stream, device: torch.device) -> None:
         """Saves a few source images and what the method turns them into, if it augments images."""

@@ -14,6 +14,7 @@ A run directory is readable without this package::
     weights.safetensors      the final network, once the run is complete
     predictions-*.csv        predictions for the images of unlabelled domains
     bad-batch-*.json         the batch at which the losses of a stage became non-finite, if that happened
+    checksums.json           the sha256 of all these files, once the run is complete (:mod:`ratp.runs.verify`)
 
 A *result* is the same without the tensors, in one small JSON file that can be committed to a repository.
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ratp._core.files import (
+    CHECKSUMS,
     CONFIG,
     ENVIRONMENT,
     JOURNAL,
@@ -49,6 +51,7 @@ from ratp.errors import RatpError, RunDirectoryError
 from ratp.evaluation.matrix import Matrix
 
 RESULT_KIND = "ratp result"
+CHECKSUMS_FILE = "checksums.json"
 START_OVER = "Remove the folder to start over, or choose another with --out."
 NEW_FOLDER = "Choose an empty or new folder with --out."
 
@@ -169,7 +172,7 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the run as a result: everything but the tensors."""
-        return {
+        result = {
             "kind": RESULT_KIND,
             **RESULT.mark,
             "config": CONFIG.marked(self.config),
@@ -177,6 +180,7 @@ class RunRecord:
             "matrix": self.matrix.to_json(),
             "journal": [e for e in self.journal if e.get("event") in _KEPT or e.get("environment")],
         }
+        return {**result, "sha256": hash_of_content(result)}
 
     def export(self, path: Path) -> None:
         """Writes the run as a result file."""
@@ -187,6 +191,23 @@ def fingerprint_of(config: Mapping[str, Any]) -> str:
     """Hashes the entries of a config that determine the result."""
     decisive = {name: config[name] for name in (*DECIDED, *_FOUND) if name in config}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def hash_of_content(data: Mapping[str, Any]) -> str:
+    """Hashes the entries of a JSON file but for its own hash and version."""
+    content = {name: value for name, value in data.items() if name not in ("sha256", "schema")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_checksums(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Reads the sha256 of every file of a finished run, by name."""
+    path = folder / CHECKSUMS_FILE
+    about = CHECKSUMS.read(read_json(path), path)
+    check_owner(about, config, path)
+    found = about.get("files")
+    if not isinstance(found, dict) or about.get("sha256") != hash_of_content(about):
+        raise LostFileError(f"{path} is damaged: its contents are not what was written.")
+    return found
 
 
 def check_owner(about: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> None:
@@ -268,6 +289,8 @@ def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
         raise RunDirectoryError(f"{error} Give a run directory or an exported result.") from error
     if data.get("kind") != RESULT_KIND:
         raise RunDirectoryError(f"{path} is not a ratp result file; give a run directory or an exported result.")
+    if data.get("sha256", "") not in ("", hash_of_content(data)):
+        raise RunDirectoryError(f"{path} is damaged: its contents are not what was exported.")
     data = RESULT.read(data, path)
     config = data.get("config")
     if isinstance(config, dict):
