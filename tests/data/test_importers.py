@@ -973,9 +973,9 @@ class Response(io.BytesIO):
 
 def test_fetch(tmp_path, monkeypatch):
     web = {"images": idx(GREY), "labels": idx(LABELS), "test": b"never asked for"}
-    files = [SourceFile(name, (f"http://host/{name}",), len(web[name]), None, "train", 0) for name in ("labels",)]
-    files += [SourceFile("images", ("http://host/images",), None, None, "train", 12)]
-    files += [SourceFile("test", ("http://host/test",), None, None, "test", 5)]
+    files = [SourceFile(name, (f"https://host/{name}",), len(web[name]), None, "train", 0) for name in ("labels",)]
+    files += [SourceFile("images", ("https://host/images",), None, None, "train", 12)]
+    files += [SourceFile("test", ("https://host/test",), None, None, "test", 5)]
     source = DomainSource("mnist", tuple(files), ("train",), terms="for tests only", published=13)
     monkeypatch.setitem(data_set("digits").domains, "mnist", source)
     requests = []
@@ -986,7 +986,7 @@ def test_fetch(tmp_path, monkeypatch):
 
     report = fetch_domain("digits", "mnist", tmp_path, opener=opener)
     assert_holds(tmp_path / "digits" / "mnist.zip", GREY, LABELS)
-    assert requests == ["http://host/labels", "http://host/images"]
+    assert requests == ["https://host/labels", "https://host/images"]
     assert report.notes == ("mnist has 12 images; it was published with 13.", "mnist: for tests only.")
     assert sorted(path.name for path in (tmp_path / "downloads" / "digits").iterdir()) == ["images", "labels"]
     with pytest.raises(RatpError, match="exists already"):
@@ -997,7 +997,7 @@ def test_fetch(tmp_path, monkeypatch):
 
 def test_fetch_counts(tmp_path, monkeypatch):
     web = {"images": idx(GREY[:3]), "labels": idx(LABELS[:3])}
-    files = [SourceFile(name, (f"http://host/{name}",), images=60_000 * (name == "images")) for name in web]
+    files = [SourceFile(name, (f"https://host/{name}",), images=60_000 * (name == "images")) for name in web]
     monkeypatch.setitem(data_set("digits").domains, "mnist", DomainSource("mnist", tuple(files)))
     with pytest.raises(RatpError, match="should have 60,000 images, found 3"):
         fetch_domain(
