@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from test_json_files import ODD, places, replace_at, report
 
 from helpers import ratp
+from ratp.errors import RatpError
 from ratp.reports.markup import csv_report
 from ratp.reports.page import PictureWarning
 from ratp.runs.predictions import Prediction, as_csv
@@ -48,6 +51,26 @@ def test_many_domains(save):
     done = ratp("report", "result.json", "-q")
     assert done.code == 2
     assert "has 201 domains: a report shows up to 200" in " ".join(done.err.split())
+
+
+@pytest.mark.faults(32, "wrong values of the guard, or anywhere else, give one sentence")
+@pytest.mark.parametrize("guard", [{"signs": [1]}, {"reasons": 1}, {"reasons": [1]}, {"reasons": "x"}])
+def test_wrong_guard(save, guard):
+    data = result(["a", "b"])
+    data["journal"][0]["guard"] = guard
+    save(data)
+    done = ratp("report", "result.json", "-q")
+    assert (done.code, done.err.strip()) == (2, "error: result.json is damaged: invalid journal.")
+
+
+@pytest.mark.faults(32, "wrong values of the guard, or anywhere else, give one sentence")
+def test_every_wrong_value(save):
+    data = result(["a", "b"])
+    for number, at in enumerate(list(places(data))[1:]):
+        for odd in ODD[number % 4 :: 4]:
+            save(replace_at(data, at, odd))
+            with suppress(RatpError):
+                report("result.json")
 
 
 @pytest.mark.faults(32, "names that a spreadsheet would compute, or a terminal obey, are texts in CSV files")

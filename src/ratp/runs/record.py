@@ -328,7 +328,15 @@ def is_event(event: Any) -> bool:
         and isinstance(event.get("stage", 0), int)
         and isinstance(event.get("seconds", 0), int | float)
         and abs(event.get("seconds", 0)) < _MAX_SECONDS
+        and _is_verdict(event.get("guard"))
     )
+
+
+def _is_verdict(guard: Any) -> bool:
+    """Whether it has the form of what the guard says of a stage, if it says anything."""
+    reasons = guard.get("reasons", []) if isinstance(guard, dict) else []
+    are_texts = isinstance(reasons, list) and all(isinstance(reason, str) for reason in reasons)
+    return are_texts and (not isinstance(guard, dict) or isinstance(guard.get("signs", {}), dict))
 
 
 def is_undone(event: Mapping[str, Any]) -> bool:
