@@ -52,9 +52,9 @@ FAULTS = {
     28: "a download over plain http, or one that unpacks without end",
     30: "a study that names a program",
     31: "programs in the current folder",
+    32: "a hostile results file",
     35: "a domain so large that labelling it takes long",
     36: "predictions that were changed afterwards",
-    32: "a hostile results file",
 }
 
 
