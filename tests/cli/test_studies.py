@@ -20,7 +20,7 @@ from rich.console import Console
 from helpers import files_of, journal_of, no_processes, ratp
 from own_images import image_files, write_files
 from ratp._core.locks import exclusive
-from ratp.cli.progress import StudyWatcher, follow_study
+from ratp.cli.study_progress import StudyWatcher, follow_study
 from ratp.errors import Note
 from ratp.evaluation.matrix import Matrix
 from ratp.executors.local import run_all

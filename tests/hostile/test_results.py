@@ -80,4 +80,4 @@ def test_formulas(save, name):
     text = csv_report([read_run("result.json")]) + as_csv([Prediction(name, name, 0.5)])
     assert "\x1b" not in text
     assert not [cell for row in csv.reader(io.StringIO(text)) for cell in row if cell.startswith(tuple("=+-@"))]
-    assert as_csv([Prediction("-1", "-2.5", 0.5)]).endswith("\n-1,-2.5,0.5000\n")
+    assert as_csv([Prediction("-1", "-2.5", 0.5)]).endswith("\n./-1,-2.5,0.5000\n")

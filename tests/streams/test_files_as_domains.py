@@ -349,7 +349,7 @@ class TestNames:
         config = config_of()
         assert config["order"] == ["source", *self.ANY]
         assert config["classes"] == sorted(self.ANY)
-        found = [row["file"] for path in Path("run").glob("predictions-*.csv") for row in rows_of(path)]
+        found = [str(Path(row["file"])) for path in Path("run").glob("predictions-*.csv") for row in rows_of(path)]
         assert sorted(found) == sorted(f"{name[:180]}{n}.png" for name in self.ANY for n in range(3))
         assert result.err.count("Predictions: run/predictions-") == len(self.ANY)
 

@@ -68,7 +68,7 @@ def run(
     json_: opt.Json = False,
 ) -> None:
     """Execute all unfinished runs of a study. The same command continues it."""
-    from ratp.cli.progress import follow_study
+    from ratp.cli.study_progress import follow_study
     from ratp.runs.request import RunRequest
     from ratp.studies.execute import find_executor, without_stale_results
     from ratp.studies.file import read_study

@@ -34,9 +34,14 @@ def predictions_of(logits: Tensor, files: Sequence[str], classes: Sequence[str])
 
 
 def as_csv(predictions: Iterable[Prediction]) -> str:
-    """Renders predictions as CSV with the columns file, class, confidence."""
+    """Renders predictions as CSV with the columns file, class, confidence.
+
+    A file name that a spreadsheet would take for a formula begins with ``./``.
+    """
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(("file", "class", "confidence"))
-    writer.writerows((csv_cell(file), csv_cell(label), f"{share:.4f}") for file, label, share in predictions)
+    for file, label, share in predictions:
+        name = f"./{file}" if file.startswith(("=", "+", "-", "@")) else file
+        writer.writerow((csv_cell(name), csv_cell(label), f"{share:.4f}"))
     return table.getvalue()
