@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,19 @@ def test_every_audited_module_is_named_in_the_policy():
     for modules in AUDITED.values():
         for module in modules:
             assert f"`src/ratp/{module}`" in text, module
+
+
+def test_every_test_that_the_policy_names_exists():
+    if not POLICY.is_file():
+        pytest.skip("installed without its source")
+    tests = re.findall(r"`((?:tests/[\w/]+\.py)?(?:::)?\w*[Tt]est\w*)`", POLICY.read_text(encoding="utf-8"))
+    assert len(tests) > 30
+    file = ""
+    for test in tests:
+        path, _, name = test.rpartition("::") if "::" in test else (test, "", "") if "/" in test else ("", "", test)
+        file = path or file
+        code = (POLICY.parent / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in code or f"class {name}:" in code, test
 
 
 def test_the_one_reader_of_pickles_takes_tensors_only():
