@@ -36,12 +36,7 @@ def _percent_correct(logits: Tensor, domain: LabelledDomain, giver: str) -> floa
 class Evaluator:
     """Measures a method on the test sets of a stream. It changes no method and uses no generator of the training.
 
-    Args:
-        stream: The stream.
-        seed: Seed that selects the images for embeddings.
-
-    Attributes:
-        names: Domains with labels.
+    ``names`` are the domains with labels; the seed selects the images for embeddings.
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
@@ -53,11 +48,9 @@ class Evaluator:
         return {test.name: accuracy(method, test) for test in self._tests[first:] if test is not None}
 
     def row_by_domain(self, method: Method, learnt: Sequence[int]) -> dict[str, float]:
-        """Returns the accuracy on each learnt domain when the method is told which domain it is.
+        """Returns the accuracy on each learnt domain when the method is told which domain it is, if that matters.
 
-        Args:
-            method: The method; a domain is left out if knowing it makes no difference to the method.
-            learnt: Places of the learnt domains in the order, without those whose stages were undone.
+        ``learnt`` are the places of these domains in the order, without those whose stages were undone.
         """
         tests = [(stage, test) for stage, place in enumerate(learnt) if (test := self._tests[place]) is not None]
         giver = called(method, "predict_for_domain")
@@ -78,9 +71,8 @@ class Evaluator:
     def embeddings(self, method: Method) -> dict[str, Tensor]:
         """Embeds up to :data:`FEATURE_COUNT` test images per domain, the same ones on every call.
 
-        Returns:
-            ``embedding`` (n, dim), ``labels`` (n,) and ``domains`` (n,), places in the order; nothing if the method has
-            no embedding.
+        Returns ``embedding`` (n, dim), ``labels`` (n,) and ``domains`` (n,), places in the order; nothing if the method
+        has no embedding.
         """
         randomness = Randomness(self._seed)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -186,11 +186,9 @@ class Paired(Summary):
 
 
 def summarise(values: Iterable[float], confidence: float = 0.95) -> Summary:
-    """Returns the mean, standard deviation and Student's confidence interval of the mean.
+    """Returns the mean, standard deviation and Student's confidence interval of the mean of one or more finite values.
 
-    Args:
-        values: At least one finite value.
-        confidence: Probability that such an interval covers the mean of the distribution.
+    Such an interval covers the mean of the distribution with probability ``confidence``.
     """
     values = [float(value) for value in values]
     if not values:
@@ -205,15 +203,10 @@ def summarise(values: Iterable[float], confidence: float = 0.95) -> Summary:
 
 
 def paired(ours: Mapping[Key, float], theirs: Mapping[Key, float], confidence: float = 0.95) -> Paired:
-    """Compares two sets of values key by key, over the keys both have.
+    """Compares two sets of values key by key, e.g. by order and seed, over the keys both have.
 
     A difference below 1e-9 is a rounding error and counts as 0. If all differences are equal, the p-value is 1 if they
-    are 0, and 0 otherwise.
-
-    Args:
-        ours: Value by key, e.g. by order, or by order and seed.
-        theirs: The values to compare with.
-        confidence: Confidence of the interval of the mean difference.
+    are 0, and 0 otherwise. ``confidence`` is that of the interval of the mean difference.
     """
     common = [key for key in ours if key in theirs]
     if not common:

@@ -98,12 +98,9 @@ def mean_prediction_entropy(logits: Tensor) -> Tensor:
 
 
 def distillation(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Averages KL(teacher ‖ student) over the batch, at temperature 1; 0 for an empty batch.
+    """Averages KL(teacher ‖ student) of logits (or features), shape (n, k), over the rows that count; 0 without any.
 
-    Args:
-        student: Logits (or features) of the learning model, shape (n, k).
-        teacher: The same of the old model; receives no gradient.
-        valid: Which rows count, bool of shape (n,); None: all.
+    The temperature is 1, and the teacher receives no gradient.
     """
     target = F.softmax(teacher.detach().float(), dim=1)
     # KL(q ‖ p) = Σ_k q_k (log q_k − log p_k)
@@ -200,13 +197,8 @@ def supervised_contrastive(
 
         −mean_{p: y_p=y_i, p≠i} log ( e^{f_i·f_p/τ} / Σ_{a≠i} e^{f_i·f_a/τ} )
 
-    with features f of unit length and temperature τ. A sample alone in its class has no loss.
-
-    Args:
-        features: f, of any length, shape (n, d).
-        labels: y, shape (n,).
-        temperature: τ.
-        valid: Which samples count, bool of shape (n,); None: all. The others neither attract nor repel.
+    with features f, shape (n, d), scaled to unit length here, and temperature τ. A sample alone in its class has no
+    loss. Samples that do not count neither attract nor repel.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     directions = F.normalize(features.to(dtype), dim=1)
@@ -230,16 +222,10 @@ def proxy_contrastive(
 
         −log ( e^{s·f·w_y} / [e^{s·f·w_y} + Σ_{j: y_j≠y_i} e^{s·f_i·f_j}] )
 
-    with unit features f, unit proxies w and scale s; 0 where no sample of another class is near. Unlike in
-    :func:`prototype_contrastive`, other proxies do not repel; unlike in :func:`supervised_contrastive`, samples of the
-    same class do not attract. As in the published code, only pairs with a positive cosine repel.
-
-    Args:
-        features: f, of any length, shape (n, d).
-        labels: y, shape (n,).
-        proxies: w, of any length, one per class, shape (k, d).
-        scale: s.
-        valid: Which samples count, bool of shape (n,); None: all. The others repel none and have no loss.
+    with features f, shape (n, d), and proxies w of all classes, shape (k, d), both scaled to unit length here, and
+    scale s; 0 where no sample of another class is near. Unlike in :func:`prototype_contrastive`, other proxies do not repel;
+    unlike in :func:`supervised_contrastive`, samples of the same class do not attract. As in the published code, only
+    pairs with a positive cosine repel. Samples that do not count repel none and have no loss.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     features, proxies = F.normalize(features.to(dtype), dim=1), F.normalize(proxies.to(dtype), dim=1)

@@ -181,11 +181,8 @@ def only_rows(module: nn.Module, mask: Tensor | None) -> AbstractContextManager[
 def by_batch(module: nn.Module, batches: int = 1) -> AbstractContextManager[None]:
     """Normalises with the statistics of the batch, in every BatchNorm layer inside ``module`` within the block.
 
-    This holds in both modes. Running statistics are neither used nor changed.
-
-    Args:
-        module: Contains the layers; for several batches at once, only layers of this file.
-        batches: How many batches of the same size the input concatenates, each with its own statistics.
+    This holds in both modes. Running statistics are neither used nor changed. The input concatenates ``batches`` of the
+    same size, each with its own statistics; with several, all layers must be of this file.
     """
     changes: list[tuple[nn.Module, str, Any]] = []
     for layer in batch_norms(module).values():

@@ -17,15 +17,10 @@ FAILURE = 1e-12
 
 
 def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], count: int, chunk: int) -> tuple[Tensor, ...]:
-    """Applies ``function`` to all rows, chunk by chunk; halves the chunk when the GPU runs out of memory.
+    """Returns the results of ``function`` over all rows, chunk by chunk.
 
-    Args:
-        function: Maps a slice of rows to one or more tensors with one row each. Called again for rows it failed on.
-        count: Number of rows. With none, the function is called once, for an empty slice.
-        chunk: Rows to begin with.
-
-    Returns:
-        The function's results over all rows.
+    The function maps a slice of rows to tensors with one row each; without rows, it is called once, for an empty slice.
+    When the GPU runs out of memory, the chunk is halved and the function called again for the rows it failed on.
     """
     results: tuple[Tensor, ...] | None = None
     start = 0
@@ -101,11 +96,9 @@ def beta_numbers(a: float, b: float, count: int, generator: torch.Generator | No
 
 
 def ranks_within(groups: Tensor, order: Tensor | None = None) -> Tensor:
-    """Ranks each element within its own group: 0, 1, 2, … in every group.
+    """Ranks each element within its own group: 0, 1, 2, … in every group; groups (n,) are whole numbers from 0.
 
-    Args:
-        groups: Group of every element, shape (n,), whole numbers from 0.
-        order: Positions of all elements, best first; None: their present order.
+    ``order`` are the positions of all elements, best first; None: their present order.
     """
     place = torch.arange(len(groups), device=groups.device)
     order = place if order is None else order

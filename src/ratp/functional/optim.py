@@ -196,10 +196,7 @@ def cosine_multiplier(done: int, steps: int) -> float:
 class CosineSGD(StageSGD):
     """SGD whose rate falls along half a cosine over a known number of steps; see :meth:`begin_step`.
 
-    Args:
-        groups: What to train, each with a factor on the rate.
-        lr: Initial rate.
-        config: Switches; the schedule has no effect.
+    The schedule of ``config`` has no effect.
     """
 
     def __init__(self, groups: Sequence[Group], lr: float, config: SGDConfig) -> None:

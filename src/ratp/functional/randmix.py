@@ -208,12 +208,9 @@ class RandMix:
         self._adain = self._draw_adain(generator)
 
     def __call__(self, images: Tensor, generator: torch.Generator, rows: Tensor | None = None) -> Tensor:
-        """Augments a batch of normalised images; records no gradient.
+        """Augments a batch of normalised images (n, 3, height, width); records no gradient.
 
-        Args:
-            images: Shape (n, 3, height, width).
-            generator: Source of the random numbers, which are sampled for all images.
-            rows: Which images to augment and return, bool of shape (n,); None: all.
+        Returns only those that ``rows`` (bool, (n,)) selects, if given; random numbers are sampled for all.
         """
         with torch.no_grad():
             draw = self.draw(images.shape, generator)

@@ -56,12 +56,7 @@ class StyleModule(nn.Module):
     fixed: Tensor  # all numbers of the fixed convolutions
 
     def __init__(self, image_size: tuple[int, int], kernel_sizes: Sequence[int] = (9, 13, 17, 5)) -> None:
-        """Builds a module with random numbers from torch's generator.
-
-        Args:
-            image_size: Height and width of the images.
-            kernel_sizes: k of each autoencoder.
-        """
+        """Builds a module for images of a height and width, with random numbers from torch's generator."""
         super().__init__()
         height, width = image_size
         if min(image_size) <= max(kernel_sizes):

@@ -140,12 +140,7 @@ class TransformDraw:
 
 
 class Transform:
-    """Random transforms to square images; without a crop, images of another size are resized as a whole.
-
-    Args:
-        config: The switches.
-        size: Height and width of the result.
-    """
+    """Random transforms to square images of side ``size``; without a crop, others are resized as a whole."""
 
     def __init__(self, config: TransformConfig, size: int) -> None:
         override(config, as_dict(config))  # checks the range of every value
@@ -163,12 +158,8 @@ class Transform:
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Transforms a batch with fresh random numbers; records no gradient and leaves ``images`` unchanged.
 
-        Args:
-            images: (n, 3, height, width), uint8, or of any float type with values in [0, 1].
-            generator: Source of the random numbers, on the device of the images.
-
-        Returns:
-            (n, 3, size, size), float32, with values in [0, 1].
+        They are (n, 3, height, width), uint8, or of any float type with values in [0, 1], on the generator's device.
+        The result is (n, 3, size, size), float32, with values in [0, 1].
         """
         _check(images)
         if images.device.type != generator.device.type:

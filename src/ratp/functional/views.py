@@ -34,12 +34,7 @@ class ViewConfig:
 
 
 class View:
-    """Random views of images.
-
-    Args:
-        config: The switches.
-        size: Height and width of the views.
-    """
+    """Random views of images, with height and width ``size``."""
 
     def __init__(self, config: ViewConfig, size: int) -> None:
         override(config, as_dict(config))  # checks the range of every value

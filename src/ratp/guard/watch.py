@@ -158,11 +158,7 @@ class Verdict:
 class Watch:
     """Watches one stage: created before it, with the model it starts from; gives a verdict after it.
 
-    Args:
-        method: The method before the stage.
-        domain: The domain of the stage.
-        source: Training part of the source, whose labels are known to the run anyway.
-        randomness: Selects the images.
+    ``source`` is the training part of the source, whose labels are known to the run anyway.
     """
 
     def __init__(

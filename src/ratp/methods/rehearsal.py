@@ -54,13 +54,8 @@ def rehearse(build: Callable[[], Method], source: LabelledDomain, device: torch.
 
     The method must fulfil the contract of every method, and its phases must save their complete state: a source and a
     target stage train for a few steps, and a new method that loads the saved state must equal the one that saved it.
-    Errors that arise only because the method has learnt nothing yet are ignored here.
-
-    Args:
-        build: Builds the method.
-        source: Some of its images are used, as a target too.
-        device: What it computes on.
-        uses_labels: Whether the method gets the labels of targets.
+    Errors that arise only because the method has learnt nothing yet are ignored here. Some images of ``source`` serve
+    as the target too; ``uses_labels`` says whether the method gets the labels of targets.
     """
     some = torch.arange(min(len(source), _IMAGES))
     domain = with_images_on(replace(source.subset(some), name="rehearsal"), device)
@@ -103,15 +98,7 @@ def give_generators(method: Method, randomness: Randomness, device: torch.device
 def check_kept(
     method: Method, build: Callable[[], Method], source: LabelledDomain, device: torch.device, precision: Precision
 ) -> None:
-    """Refuses a method whose predictions change when it is built again and loads its own state.
-
-    Args:
-        method: The method after a stage.
-        build: Builds another one.
-        source: Some of its images are predicted.
-        device: What it computes on.
-        precision: What it computes in.
-    """
+    """Refuses a method whose predictions of some images change when it is built again and loads its own state."""
     with _chance_put_back(device):
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in method.state().items()}
         trained = _scores(method, source)

@@ -96,13 +96,10 @@ class Imported:
 
 
 def import_checkpoint(source: Path, target: Path, backbone: str | None = None, *, replace: bool = False) -> Imported:
-    """Writes the tensors of a backbone, found in a checkpoint, to a safetensors file.
+    """Writes the tensors of a backbone (None: whichever built-in one matches) to a safetensors file.
 
-    Args:
-        source: A checkpoint of ``torch.save``; or a safetensors file with other names.
-        target: The file to write.
-        backbone: Name of the backbone; None: whichever built-in one matches.
-        replace: Whether ``target`` may exist already.
+    They come from a checkpoint of ``torch.save``, or from a safetensors file with other names. ``target`` may exist
+    already only with ``replace``.
     """
     _check_files(source, target, replace=replace)
     candidates = {name: expected_tensors(name) for name in ([backbone] if backbone else NAMES)}

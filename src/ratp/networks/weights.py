@@ -39,14 +39,9 @@ class Weights:
 
 
 def find_weights(asked: str, backbone: str) -> Weights | None:
-    """Finds and reads weights.
+    """Finds and reads weights for a backbone; None: random ones.
 
-    Args:
-        asked: ``none``, ``imagenet`` for the published ones, or the path of a safetensors file.
-        backbone: Name of the backbone they are for.
-
-    Returns:
-        The weights; None for random weights.
+    ``asked`` is ``none``, ``imagenet`` for the published ones, or the path of a safetensors file.
     """
     if asked == "none":
         return None
@@ -61,16 +56,10 @@ def find_weights(asked: str, backbone: str) -> Weights | None:
 
 
 def load_backbone(backbone: nn.Module, weights: Weights) -> tuple[str, ...]:
-    """Loads weights into a backbone, all of them or none.
+    """Loads weights into a backbone, all of them or none, converting floating-point tensors to its type.
 
-    Names are the backbone's, or all begin with ``backbone.`` as in the weights of a run.
-
-    Args:
-        backbone: Module to load into; floating-point tensors are converted to its type.
-        weights: What to load.
-
-    Returns:
-        Names that were not needed: classifiers, and everything outside ``backbone.``
+    Names are the backbone's, or all begin with ``backbone.`` as in the weights of a run. Returns those that were not
+    needed: classifiers, and everything outside ``backbone.``
     """
     expected, prefixes = backbone.state_dict(), ("", OWN_PREFIX)
     match = best_match(expected, weights.tensors, prefixes)

@@ -79,11 +79,9 @@ def from_root(root: Path) -> StreamSpec:
 
 
 def without_labels(spec: StreamSpec, asked: Sequence[str]) -> StreamSpec:
-    """Returns the stream with some domains read without labels; their folders are not classes.
+    """Returns a stream of own images with some domains, by name or path, read without labels.
 
-    Args:
-        spec: A stream of the user's own images.
-        asked: Names or paths of the domains.
+    Their folders are not classes.
     """
     if not asked:
         return spec

@@ -117,12 +117,9 @@ class Stream:
 
 
 def parse_order(asked: str | Sequence[str], spec: StreamSpec, *, subset: bool = False) -> tuple[str, ...]:
-    """Parses an order of domains: its name, its spelling, e.g. ``scan>photo>font>street``, or a list.
+    """Parses an order of domains: its name, its spelling, e.g. ``scan>photo>font>street``, or a list of codes.
 
-    Args:
-        asked: Name of an order of the stream, codes joined by ``>``, ``→`` or commas, or a list of codes.
-        spec: The stream.
-        subset: Whether domains may be left out.
+    Codes are joined by ``>``, ``→`` or commas. Domains may be left out only if ``subset``.
     """
     text = asked if isinstance(asked, str) else ">".join(asked)
     if spec.needs_order and text.strip() == "default":
@@ -168,13 +165,8 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     """Builds a stream from domains: splits them and removes the labels of the targets.
 
     A domain with a test part is split by it. Otherwise a fifth of the source, stratified by class, is held out; a
-    target is both trained on (without labels) and tested on as a whole, as in the paper, unless ``hold_out`` is set.
-
-    Args:
-        name: Name of the stream.
-        domains: The source first, with labels; then the targets.
-        seed: Seed of the splits.
-        hold_out: Share of every target to test on and not train on; 0 uses all images for both.
+    target is both trained on (without labels) and tested on as a whole, as in the paper, unless ``hold_out`` is set:
+    the share of every target to test on and not train on. The source comes first; ``seed`` determines the splits.
     """
     loaded = [item if isinstance(item, LoadedDomain) else LoadedDomain(item) for item in domains]
     parts = [item.domain for item in loaded]

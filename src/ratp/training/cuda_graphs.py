@@ -64,10 +64,8 @@ def stepper(
 ) -> Iterator[Stepper]:
     """Yields a function that makes steps, eagerly if they cannot be captured; frees the graph at the end of the block.
 
-    Args:
-        step: One step, which meets the conditions of :class:`ratp.training.phase.Phase` for ``captures``.
-        generators: All generators on the device that it uses.
-        bunch: Steps per graph.
+    The step meets the conditions of :class:`ratp.training.phase.Phase` for ``captures``; ``generators`` are all that it
+    uses. A graph holds ``bunch`` steps.
     """
 
     def once(most: int = 1) -> int:

@@ -43,10 +43,7 @@ def logging_draws() -> Iterator[Draws]:
 def log_draw(places: Tensor, own: int | None = None, among: Tensor | None = None) -> None:
     """Logs sampled images, if this thread logs them.
 
-    Args:
-        places: Their indices in the domain; from ``own`` on, in the memory.
-        own: Number of images of the domain; None: all indices refer to the domain.
-        among: The images of the domain to which the indices refer; None: all of them.
+    Places are indices in the domain (or in ``among``, some of these), and from ``own`` on, if given, in the memory.
     """
     draws: Draws | None = getattr(_thread, "draws", None)
     if draws is None:
@@ -58,12 +55,9 @@ def log_draw(places: Tensor, own: int | None = None, among: Tensor | None = None
 
 
 class NonFiniteError(TrainingError):
-    """A loss, statistic or weight is not finite.
+    """A loss, statistic or weight is not finite, in an epoch of a phase, which is given by its number in the stage.
 
-    Attributes:
-        phase: Number of the phase within its stage.
-        epoch: Epoch of that phase.
-        in_weights: Whether weights are not finite although all losses were.
+    ``in_weights`` tells that weights are not finite although all losses were.
     """
 
     def __init__(self, what: str, phase: int, epoch: int, *, in_weights: bool = False) -> None:
@@ -102,8 +96,7 @@ def lost_weights(tensors: Mapping[str, Tensor]) -> list[str]:
 class WeightWatch:
     """Watches the weights and statistics of a method's networks within a stage.
 
-    Args:
-        method: Its networks are its attributes; ``state`` may be incomplete until the stage ends.
+    These are its attributes that are modules; ``state`` may be incomplete until the stage ends.
     """
 
     def __init__(self, method: object) -> None:

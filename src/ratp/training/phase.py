@@ -267,12 +267,8 @@ def train(
 ) -> Iterator[Tick | dict[str, float]]:
     """Drives phases to their end; yields a tick per step and, at the end of each phase, what ``finish`` returned.
 
-    Captured steps come several at a time, with one tick.
-
-    Args:
-        phases: The phases to train.
-        capture: Whether to capture the steps of phases that allow it, which changes no result.
-        progress: Where to continue, kept up to date; None: from the start.
+    With ``capture``, the steps of phases that allow it are captured, which changes no result; they come several at a
+    time, with one tick. ``progress`` says where to continue (None: from the start) and is kept up to date.
     """
     progress = progress or Progress()
     while progress.phase < len(phases):

@@ -51,9 +51,7 @@ def usual_values(backbone: str) -> dict[str, Any]:
 def follow_backbone(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Returns the recipe with the usual sizes and scaling of another feature extractor, if ``changes`` names one.
 
-    Args:
-        recipe: The recipe to change.
-        changes: All requested values, by their names in a recipe.
+    ``changes`` are all requested values, by their names in a recipe.
     """
     asked = changes.get("network.backbone")
     if not isinstance(asked, str) or asked.strip() == recipe.network.backbone:

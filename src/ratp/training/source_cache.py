@@ -42,11 +42,9 @@ class TakenError(RatpError):
 
 
 class SourceModels:
-    """The networks of one folder, for runs of one kind.
+    """The networks of one folder, which is created if missing, for runs of one kind.
 
-    Args:
-        folder: The folder; created if missing.
-        about: What the networks depend on besides method and code, as plain data.
+    ``about`` is what the networks depend on besides method and code, as plain data.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -131,10 +129,7 @@ class SourceModels:
 class SharedTraining:
     """The training of a source network, which another run may have done already.
 
-    Args:
-        models: Networks of other runs; None: nothing is shared.
-        key: What the result depends on, besides what ``models`` knows.
-        network: The network to train.
+    ``models`` are networks of other runs (None: nothing is shared), ``key`` is what the result depends on besides.
     """
 
     def __init__(self, models: SourceModels | None, key: Mapping[str, Any], network: nn.Module) -> None:

@@ -113,9 +113,8 @@ def data_set(name: str) -> DataSet:
 def find_sources(name: str) -> tuple[DataSet, tuple[DomainSource, ...]]:
     """What a user means by a name: all domains of a data set, or one domain.
 
-    Args:
-        name: Of a data set or a domain, or ``set/domain`` where several sets have a domain of that name. Case
-            does not matter, nor whether words are joined by ``-`` or ``_``.
+    Where several sets have a domain of that name, it is ``set/domain``. Case does not matter, nor whether words are
+    joined by ``-`` or ``_``.
     """
     plain = name.strip().lower().replace("-", "_")
     first, slash, second = plain.partition("/")

@@ -93,14 +93,9 @@ def correlate(
 ):  # fmt: skip
     """Computes three channels of a convolution at some pixels, all of whose neighbours are in memory.
 
-    Args:
-        corner: Pointers to each pixel's first neighbour, for all channels and pixels, (4, PIXELS).
-        taps: The weights.
-        there: Mask of ``corner``.
-        STRIDE: Distance between rows of pixels.
-        SIZE: k.
-        PIXELS: How many pixels.
-        STEP: 1; or −1 to visit the neighbours backwards, from the last one, as a transposed convolution does.
+    ``corner`` are pointers to each pixel's first neighbour, for all channels and pixels, (4, PIXELS), and ``there`` is
+    their mask. STRIDE is the distance between rows of pixels, SIZE is k. A STEP of −1 visits the neighbours backwards,
+    from the last one, as a transposed convolution does.
     """
     tap = taps + tl.arange(0, 4)
     red = tl.zeros([4, PIXELS], tl.float32)

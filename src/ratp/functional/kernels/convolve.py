@@ -79,13 +79,9 @@ class _Convolution(torch.autograd.Function):
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor, padding: int = 0) -> Tensor:
-    """Convolves images with weights that are not trained, in single precision.
+    """Convolves float32 images (n, 3, height, width) with weights (3, 3, k, k) that are not trained.
 
-    Args:
-        inputs: float32, shape (n, 3, height, width).
-        weight: Shape (3, 3, k, k).
-        bias: Shape (3,).
-        padding: Zeros on every side, less than k.
+    The padding is less than k zeros on every side.
     """
     taps = pack(weight)
     if not inputs.requires_grad:

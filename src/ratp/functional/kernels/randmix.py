@@ -193,8 +193,7 @@ def mix(
 def _layout(sizes: tuple[int, ...], has_colour: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """The order kernels read the random numbers in, of which the first is zero, and where the layers begin in it.
 
-    Returns:
-        Indices of the numbers; places of encoder, decoder and AdaIN of every autoencoder, one row each.
+    The latter are the places of encoder, decoder and AdaIN of every autoencoder, one row each.
     """
     packing, begins = Packing(), []
     at = 1 + 12 * has_colour

@@ -295,11 +295,7 @@ def restyle(
     chance: Chance | None,  # further random numbers; None: the mean of all branches
     blend: tuple[float, Tensor, Tensor],  # share of the style, and mean and deviation of the images' normalisation
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Computes images in a new style, without recording a gradient.
-
-    Returns:
-        The images; and, without chance, what the gradient needs.
-    """
+    """Computes images in a new style, without recording a gradient; without chance, also what the gradient needs."""
     count, _, height, width = images.shape
     device, branches, learn = images.device, len(sizes), chance is None
     share, mean, std = blend
