@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ratp.functional.losses import mean_prediction_entropy
-from ratp.functional.optim import CosineSGD, SGDConfig, cosine_multiplier
+from ratp.functional.optim import SGDConfig, StageSGD, cosine_multiplier
 from ratp.methods.adacontrast import contrast_logits, contrast_loss, neighbour_mean
 
 
@@ -104,11 +104,10 @@ class TestRate:
 
     def test_steps_follow_it_as_torchs_do(self):
         ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
-        config = SGDConfig(0.9, 1e-4, "inverse", nesterov=True)
-        optimiser = CosineSGD([([ours], 0.1)], 0.2, config)
+        optimiser = StageSGD([([ours], 0.1)], 0.2, 1, SGDConfig(0.9, 1e-4, "constant", nesterov=True))
         reference = torch.optim.SGD([theirs], 0.02, momentum=0.9, weight_decay=1e-4, nesterov=True)
         for done in range(5):
-            assert optimiser.begin_step(done, 5) == pytest.approx(0.2 * cosine_multiplier(done, 5))
+            optimiser.set_rate(0.2 * cosine_multiplier(done, 5))
             optimiser.minimise((ours**3).sum())
             reference.param_groups[0]["lr"] = 0.02 * cosine_multiplier(done, 5)
             reference.zero_grad()
@@ -118,7 +117,7 @@ class TestRate:
 
     def test_rate_is_constant_by_default(self):
         weight = nn.Parameter(torch.zeros(1))
-        optimiser = CosineSGD([([weight], 1.0)], 0.5, SGDConfig(weight_decay=0.0))
+        optimiser = StageSGD([([weight], 1.0)], 0.5, 1, SGDConfig(weight_decay=0.0, schedule="constant"))
         for _ in range(3):
             optimiser.minimise(-weight.sum())
         assert weight.item() == pytest.approx(1.5)

@@ -320,7 +320,7 @@ class TestThreads:
         assert len(seen) == 9
 
     def test_other_threads_share_one_stream(self, monkeypatch):
-        monkeypatch.setattr(capture_module, "_common_stream", lambda device: f"the one of {device}")
+        monkeypatch.setattr(capture_module, "_common_stream", lambda device, use: f"the one of {device}")
         assert capture_module._side_stream(torch.device("cuda", 1)) == "the one of cuda:1"
         with recording_on("mine"):
             pass

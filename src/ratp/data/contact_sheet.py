@@ -29,11 +29,7 @@ _HEAD = 256  # the first bytes of a file, which contain the mark
 
 
 def contact_sheet(
-    domains: Sequence[LabelledDomain],
-    path: Path,
-    columns: int = 10,
-    *,
-    descriptions: Mapping[str, str] | None = None,
+    domains: Sequence[LabelledDomain], path: Path, columns: int = 10, *, descriptions: Mapping[str, str] | None = None
 ) -> None:
     """Writes a PNG with the first images of every class of every domain, and the given descriptions of domains."""
     from PIL import Image

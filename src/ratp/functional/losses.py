@@ -223,9 +223,9 @@ def proxy_contrastive(
         −log ( e^{s·f·w_y} / [e^{s·f·w_y} + Σ_{j: y_j≠y_i} e^{s·f_i·f_j}] )
 
     with features f, shape (n, d), and proxies w of all classes, shape (k, d), both scaled to unit length here, and
-    scale s; 0 where no sample of another class is near. Unlike in :func:`prototype_contrastive`, other proxies do not repel;
-    unlike in :func:`supervised_contrastive`, samples of the same class do not attract. As in the published code, only
-    pairs with a positive cosine repel. Samples that do not count repel none and have no loss.
+    scale s; 0 where no sample of another class is near. Unlike in :func:`prototype_contrastive`, other proxies do not
+    repel; unlike in :func:`supervised_contrastive`, samples of the same class do not attract. As in the published code,
+    only pairs with a positive cosine repel. Samples that do not count repel none and have no loss.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     features, proxies = F.normalize(features.to(dtype), dim=1), F.normalize(proxies.to(dtype), dim=1)

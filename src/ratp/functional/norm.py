@@ -262,8 +262,6 @@ class _Normalise(torch.autograd.Function):
         """Normalises x (n, c, …); the statistics are 1 or 0 per row (n, 1), μ, 1/σ and the values per channel."""
         ctx.save_for_backward(x, weight, *statistics)
         _, mean, invstd, _ = statistics
-        if x.is_cuda:
-            return torch.batch_norm_elemt(_dense(x), weight, bias, mean, invstd, 0.0)
         scale = invstd if weight is None else invstd * weight
         shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
         return torch.addcmul(_spread(shift, x), x, _spread(scale, x)).to(x.dtype)
@@ -274,19 +272,11 @@ class _Normalise(torch.autograd.Function):
         """Computes the gradients of x, γ and β."""
         x, weight, counts, mean, invstd, total = ctx.saved_tensors
         # Σ dy and Σ dy·(x − μ); dy is zero where a row does not count
-        if x.is_cuda:
-            x, dy = _dense(x), dy.contiguous(memory_format=_layout(x))
-            sum_dy, sum_dy_x, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, False, False)
-        else:
-            axes = (0, *range(2, x.ndim))
-            sum_dy, sum_dy_x = dy.sum(dim=axes), (dy * (x - _spread(mean, x))).sum(dim=axes)
+        axes = (0, *range(2, x.ndim))
+        sum_dy, sum_dy_x = dy.sum(dim=axes), (dy * (x - _spread(mean, x))).sum(dim=axes)
         d_weight = sum_dy_x * invstd
         dx = None
-        if ctx.needs_input_grad[0] and x.is_cuda:
-            number = total.to(torch.int32)[None]
-            dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_x, number)
-            dx.mul_(_spread(counts, x).to(x.dtype))
-        elif ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:
             # dx = γ/σ·(dy − (Σdy + (x − μ)/σ²·Σdy(x − μ))/m) where a row counts
             scale = invstd if weight is None else invstd * weight
             share = counts / total
@@ -304,14 +294,3 @@ def _spread(values: Tensor, x: Tensor) -> Tensor:
     """Reshapes values (c,) or (n, c) to broadcast with ``x``."""
     values = values if values.ndim == 2 else values[None]
     return values.reshape(*values.shape, *(1,) * (x.ndim - 2))
-
-
-def _layout(x: Tensor) -> torch.memory_format:
-    """The memory format of a dense tensor."""
-    channels_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if channels_last else torch.contiguous_format
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Makes a tensor dense, in one of the two layouts CUDA's kernels know."""
-    return x.contiguous(memory_format=_layout(x))

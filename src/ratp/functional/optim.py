@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -85,7 +85,10 @@ class StageSGD(Stateful):
             self._factors += [factor] * len(members)
         self._velocities = [torch.zeros_like(p) for p in self._parameters] if config.momentum else []
         self._per_step = config.schedule == "per-step"
-        self._rate = self._rate_tensor()
+        # the rate as a tensor on the parameters' device; None where a Python number suffices
+        self._rate: Tensor | None = None
+        if self._parameters and (self._per_step or self._parameters[0].is_cuda):
+            self._rate = self._parameters[0].new_full((), lr)
         self._done = torch.zeros_like(self._rate) if self._rate is not None else None
 
     def begin_epoch(self, epoch: int) -> float:
@@ -138,12 +141,6 @@ class StageSGD(Stateful):
         else:
             torch._foreach_sub_(parameters, torch._foreach_mul(steps, self._rate * factor))
 
-    def _rate_tensor(self) -> Tensor | None:
-        """Returns the rate as a tensor on the parameters' device; None where a Python number suffices."""
-        if not self._parameters or not (self._per_step or self._parameters[0].is_cuda):
-            return None
-        return torch.full((), self._lr, dtype=self._parameters[0].dtype, device=self._parameters[0].device)
-
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
@@ -191,20 +188,6 @@ def cosine_multiplier(done: int, steps: int) -> float:
     """Returns the factor on the initial rate after ``done`` of ``steps`` steps: from 1 down to 0."""
     # ½·(1 + cos(π·i/I))
     return 0.5 * (1 + math.cos(math.pi * min(done, steps) / steps))
-
-
-class CosineSGD(StageSGD):
-    """SGD whose rate falls along half a cosine over a known number of steps; see :meth:`begin_step`.
-
-    The schedule of ``config`` has no effect.
-    """
-
-    def __init__(self, groups: Sequence[Group], lr: float, config: SGDConfig) -> None:
-        super().__init__(groups, lr, 1, replace(config, schedule="constant"))
-
-    def begin_step(self, done: int, steps: int) -> float:
-        """Sets and returns the rate of the next step, after ``done`` of ``steps`` steps."""
-        return self.set_rate(self._initial_lr * cosine_multiplier(done, steps))
 
 
 def check_step_decay(config: SGDConfig, factor: float) -> None:

@@ -46,7 +46,7 @@ from ratp.errors import ConfigError
 from ratp.functional.losses import mean_prediction_entropy
 from ratp.functional.norm import by_batch
 from ratp.functional.numerics import full_precision
-from ratp.functional.optim import CosineSGD, SGDConfig, follow_
+from ratp.functional.optim import SGDConfig, StageSGD, cosine_multiplier, follow_
 from ratp.functional.transforms import OBJECTS
 from ratp.functional.views import View, ViewConfig
 from ratp.methods.shared.online import BatchStatistics, SinglePass, tracking
@@ -210,7 +210,8 @@ class AdaContrast(BatchStatistics):
         if self.slow is None or self.queue is None or config.reset:
             self.slow, self.queue = self.network.frozen_copy(), self._noise()
         self.bank = self._empty_bank(config.bank)
-        self._optimiser = CosineSGD(all_groups(self.network, config.backbone_rate), config.rate, config.sgd)
+        groups, sgd = all_groups(self.network, config.backbone_rate), replace(config.sgd, schedule="constant")
+        self._optimiser = StageSGD(groups, config.rate, 1, sgd)
         self._changes = setting.generator("views", self.stage)
         self._steps: int | None = None
         self._made = self._shown = 0
@@ -250,7 +251,7 @@ class AdaContrast(BatchStatistics):
         )
         loss = self.with_replay(loss, self.network)
         if self._steps is not None:
-            self._optimiser.begin_step(self._made, self._steps)
+            self._optimiser.set_rate(config.rate * cosine_multiplier(self._made, self._steps))
         self._optimiser.minimise(loss)
         self.queue.put(keys, labels)
         slow = self._seen_slowly(weak)

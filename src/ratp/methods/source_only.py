@@ -13,10 +13,9 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.functional.optim import SGDConfig
-from ratp.training.method import Method, Setting, pack, unpack
+from ratp.training.method import pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import SupervisedPhase
-from ratp.training.recipe import classify, embed
+from ratp.training.phases import NetworkMethod, SupervisedPhase
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class SourceOnlyConfig:
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
 
 
-class SourceOnly(Method):
+class SourceOnly(NetworkMethod):
     """Trains on the source and leaves the network alone on every target."""
 
     name = "source-only"
@@ -36,12 +35,6 @@ class SourceOnly(Method):
     config_type = SourceOnlyConfig
     ignores_targets = True
 
-    def __init__(self, setting: Setting, config: SourceOnlyConfig) -> None:
-        self.setting = setting
-        self.config = config
-        self.scaling = setting.scaling()
-        self.network = setting.network()
-
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase of cross-entropy."""
         return [SupervisedPhase(self.setting, self.network, domain, self.config.sgd)]
@@ -50,14 +43,6 @@ class SourceOnly(Method):
         """Returns no phase."""
         del domain
         return []
-
-    def predict(self, images: Tensor) -> Tensor:
-        """Returns logits of uint8 images."""
-        return classify(self.network, images, self.scaling)
-
-    def embed(self, images: Tensor) -> Tensor:
-        """Returns embeddings of uint8 images."""
-        return embed(self.network, images, self.scaling)
 
     def state(self) -> dict[str, Tensor]:
         """Returns the network."""

@@ -69,48 +69,31 @@ def _mixed_frames(loaded: Sequence[LoadedDomain]) -> str | None:
     )
 
 
+def _spec(name: str, files: _Files, recipe: Recipe) -> StreamSpec:
+    return StreamSpec(**vars(STREAMS[name]), recipe=recipe, load=files.load, places=files.places)
+
+
 _DIGITS = _Files("digits", {"MT": "mnist", "MM": "mnist_m", "SN": "svhn", "SD": "syn", "US": "usps"})
 _PACS = _Files("pacs", {"P": "photo", "A": "art_painting", "C": "cartoon", "S": "sketch"})
 _DOMAINNET = _Files(
-    "domainnet",
-    {"Qu": "quickdraw", "Cl": "clipart", "Pa": "painting", "In": "infograph", "Sk": "sketch", "Re": "real"},
+    "domainnet", {"Qu": "quickdraw", "Cl": "clipart", "Pa": "painting", "In": "infograph", "Sk": "sketch", "Re": "real"}
+)
+_OBJECTS = Recipe(
+    network=NetworkConfig(backbone="resnet50", hidden=512, dim=256),
+    size=224,
+    epochs=30,
+    steps=50,
+    lr=0.005,
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+    source_transform=OBJECTS,
+    target_transform=OBJECTS,
 )
 
+_MORE_OBJECTS = replace(_OBJECTS, network=replace(_OBJECTS.network, dim=512), steps=70, target_transform=CROP_FLIP)
 
-DIGITS = StreamSpec(
-    **vars(STREAMS["digits"]),
-    recipe=Recipe(),
-    load=_DIGITS.load,
-    places=_DIGITS.places,
-)
-
-PACS = StreamSpec(
-    **vars(STREAMS["pacs"]),
-    recipe=Recipe(
-        network=NetworkConfig(backbone="resnet50", hidden=512, dim=256),
-        size=224,
-        epochs=30,
-        steps=50,
-        lr=0.005,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        source_transform=OBJECTS,
-        target_transform=OBJECTS,
-    ),
-    load=_PACS.load,
-    places=_PACS.places,
-)
-
-DOMAINNET10 = StreamSpec(
-    **vars(STREAMS["domainnet10"]),
-    recipe=replace(
-        PACS.recipe,
-        network=replace(PACS.recipe.network, dim=512),
-        steps=70,
-        target_transform=CROP_FLIP,
-    ),
-    load=_DOMAINNET.load,
-    places=_DOMAINNET.places,
-)
+DIGITS = _spec("digits", _DIGITS, Recipe())
+PACS = _spec("pacs", _PACS, _OBJECTS)
+DOMAINNET10 = _spec("domainnet10", _DOMAINNET, _MORE_OBJECTS)
 
 BENCHMARKS = {spec.name: spec for spec in (DIGITS, PACS, DOMAINNET10)}

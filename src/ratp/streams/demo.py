@@ -31,7 +31,5 @@ def _resized(images: Tensor, size: int) -> Tensor:
 
 
 DEMO = StreamSpec(
-    **vars(STREAMS["demo"]),
-    recipe=Recipe(network=NetworkConfig(width=0.25), epochs=12, steps=50, lr=0.05),
-    load=_load,
+    **vars(STREAMS["demo"]), recipe=Recipe(network=NetworkConfig(width=0.25), epochs=12, steps=50, lr=0.05), load=_load
 )

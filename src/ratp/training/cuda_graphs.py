@@ -148,7 +148,8 @@ class _CapturedSteps:
         drawn_from = [*self._generators, torch.cuda.default_generators[torch.cuda.current_device()]]
         copies = [(generator, generator.clone_state()) for generator in drawn_from]
         try:
-            if self._alone or _memory_is_short():
+            free, total = torch.cuda.mem_get_info()
+            if self._alone or free < ENOUGH * total:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             for generator in self._generators:
@@ -173,7 +174,7 @@ def on_two_streams(device: torch.device, one: Callable[[], T], other: Callable[[
     """Calls ``one`` on a second stream while ``other`` uses the current one; in turn where runs share the GPU."""
     if _own_stream() is not None:
         return one(), other()
-    current, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    current, beside = torch.cuda.current_stream(device), _common_stream(device, "beside")
     beside.wait_stream(current)
     with torch.cuda.stream(beside):
         first = one()
@@ -190,12 +191,6 @@ def _obstacle(generators: Sequence[torch.Generator]) -> str | None:
     return f"the steps draw from a generator on {elsewhere[0]}" if elsewhere else None
 
 
-def _memory_is_short() -> bool:
-    """Whether a capture might lack memory."""
-    free, total = torch.cuda.mem_get_info()
-    return free < ENOUGH * total
-
-
 def _own_stream() -> torch.cuda.Stream | None:
     """Returns the stream from :func:`recording_on`; None: this thread is the only one that computes."""
     return getattr(_thread, "stream", None)
@@ -207,18 +202,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     Libraries keep one workspace per stream, which all graphs captured on it share. Their replays must not overlap:
     those of one thread do not, those of several threads may.
     """
-    return _own_stream() or _common_stream(device)
+    return _own_stream() or _common_stream(device, "captures")
 
 
 @cache
-def _common_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all threads without a private one."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Returns the second stream of :func:`on_two_streams`."""
+def _common_stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """Returns the stream for a use by all threads without a private one."""
+    del use
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

@@ -78,13 +78,7 @@ def import_domain(
         pictures = replaced(reframed(pictures, frame), notes=(*pictures.notes, f"{name}: {frame.describe()}."))
         made = {**made, "frame": DIGITS_FIVE}
     return write_domain(
-        name,
-        pictures,
-        out,
-        provenance=made,
-        replace=replace,
-        on_bad_image=on_bad_image,
-        progress=progress,
+        name, pictures, out, provenance=made, replace=replace, on_bad_image=on_bad_image, progress=progress
     )
 
 

@@ -22,20 +22,7 @@ from numpy.typing import NDArray
 
 from ratp.data.decode.decode import decode, decode_picture
 from ratp.data.decode.pixels import BadImage
-from ratp.data.demo.drawing import (
-    SIZE,
-    TALL,
-    Bytes,
-    Face,
-    Floats,
-    Row,
-    View,
-    faces,
-    halved,
-    load_face,
-    mixed,
-    to_bytes,
-)
+from ratp.data.demo.drawing import SIZE, TALL, Bytes, Face, Floats, Row, View, faces, halved, load_face, mixed, to_bytes
 from ratp.data.formats.arrays import array_pictures
 from ratp.data.formats.canonical import ImportReport, Progress, free_path, origin, provenance, write_domain
 from ratp.data.formats.layouts import Place, by_folder

@@ -17,14 +17,7 @@ from ratp.data.decode.pixels import BadImage
 from ratp.data.read.archive import ArchiveLimits, list_archive
 from ratp.data.read.folder import list_folder, read_file
 from ratp.data.read.layout import domains_among, inside, places_of
-from ratp.data.read.listing import (
-    IMAGE_ENDINGS,
-    FoundFile,
-    Listing,
-    Unreadable,
-    describe_unsupported,
-    quoted,
-)
+from ratp.data.read.listing import IMAGE_ENDINGS, FoundFile, Listing, Unreadable, describe_unsupported, quoted
 from ratp.errors import RatpError
 
 _ANY_FOLDERS = "A domain without labels may have any folders if it is called so: --unlabelled."
