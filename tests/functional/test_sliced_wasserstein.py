@@ -8,9 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratp.methods.aucid import draw_directions, sliced_wasserstein
+from ratp.methods.aucid import draw_directions, sorted_distance, sorted_projections
 
 LINE = torch.ones(1, 1)
+
+
+def sliced_wasserstein(some, others, directions):
+    return sorted_distance(sorted_projections(some, directions), sorted_projections(others, directions))
 
 
 def column(*numbers):

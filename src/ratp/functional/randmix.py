@@ -304,13 +304,13 @@ class RandMix:
         numbers /= math.sqrt(NOISE_DIM)
         return tuple(Linear(layer[:, :-1].contiguous(), layer[:, -1].contiguous()) for layer in numbers)
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Returns the layers that are sampled once."""
         tensors = {f"{i}.weight": layer.weight for i, layer in enumerate(self._adain)}
         return tensors | {f"{i}.bias": layer.bias for i, layer in enumerate(self._adain)}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restores what :meth:`state` returned."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores what :meth:`state_dict` returned."""
         device = self._mean.device
         self._adain = tuple(
             Linear(state[f"{i}.weight"].to(device), state[f"{i}.bias"].to(device)) for i in range(len(self._adain))

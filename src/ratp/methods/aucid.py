@@ -164,11 +164,6 @@ def draw_directions(count: int, dim: int, generator: torch.Generator) -> Tensor:
     return F.normalize(torch.randn(count, dim, generator=generator, device=generator.device), dim=1)
 
 
-def sliced_wasserstein(some: Tensor, others: Tensor, directions: Tensor) -> Tensor:
-    """Computes the sliced distance of points (n, d) and (m, d) over unit directions (p, d)."""
-    return sorted_distance(sorted_projections(some, directions), sorted_projections(others, directions))
-
-
 def sorted_projections(points: Tensor, directions: Tensor) -> Tensor:
     """Projects points (n, d) on directions (p, d) and sorts along each, shape (n, p)."""
     return (points @ directions.T).sort(dim=0).values

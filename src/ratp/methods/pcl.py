@@ -78,7 +78,7 @@ class PCL(CopyingMethod, PseudoLabelMethod):
         if config.projection:
             with setting.randomness.scope("projections"):
                 self.projections = Projections(setting.recipe.network.dim).to(setting.device)
-            self.extras = {"projections": self.projections}
+            self.extras = {"projections": self.projections, **self.extras}
 
     def phases(self, images: Tensor, labels: Tensor | None) -> Sequence[Phase]:
         """Returns one phase."""

@@ -62,7 +62,7 @@ from ratp.networks.network import Network, Output
 from ratp.training.memory import Selection
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batch, NetworkMethod, NetworkPhase, embed_all, remember, update_labels_
+from ratp.training.phases import Batch, NetworkMethod, NetworkPhase, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
@@ -176,6 +176,7 @@ class RaTP(NetworkMethod):
         super().__init__(setting, config)
         self.old: Network | None = None
         self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
+        self.extras = {"randmix": self.randmix}
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase with true labels and RandMix copies of all images."""
@@ -205,14 +206,12 @@ class RaTP(NetworkMethod):
 
     def state(self) -> dict[str, Tensor]:
         """Returns network, old network, memory and the fixed layers of RandMix."""
-        old = {} if self.old is None else {"old": self.old.state_dict()}
-        return super().state() | pack({"randmix": self.randmix.state(), **old})
+        return super().state() | (pack({"old": self.old.state_dict()}) if self.old is not None else {})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores what :meth:`state` returned."""
         super().load_state(state)
         parts = unpack(state)
-        self.randmix.load_state(parts["randmix"])
         self.old = None
         if "old" in parts:
             self.old = self.network.frozen_copy()
@@ -297,8 +296,7 @@ class RaTPPhase(NetworkPhase):
         record = self._shared.finish()
         if self.is_target and config.labels == "final":
             record |= {f"final_{name}": value for name, value in self._update_labels(first=False).items()}
-        setting, images, labels = self._method.setting, self._images, self._labels
-        record |= remember(setting, self.memory, self.network, images, labels, config.selection, config.features)
+        record |= self._method.remember(self._images, self._labels, config.selection, config.features)
         self._method.old = self.network.frozen_copy()
         return record
 

@@ -202,25 +202,6 @@ def update_labels_(own: Tensor, labels: Tensor, probabilities: Tensor, *, first:
     }
 
 
-def remember(
-    setting: Setting,
-    memory: Memory,
-    network: Network,
-    images: Tensor,
-    labels: Tensor,
-    selection: Selection = "herding",
-    chosen_by: Literal["backbone", "embedding"] = "backbone",
-) -> dict[str, float]:
-    """Chooses the exemplars of one more domain by features of unit length and puts them into the memory.
-
-    ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels. ``chosen_by`` names the features.
-    """
-    compute = network.features if chosen_by == "backbone" else lambda inputs: network(inputs).embedding
-    (features,) = run_in_chunks(network, lambda inputs: (compute(inputs),), images, setting.scaling())
-    memory.add(images, labels, F.normalize(features, dim=1), selection)
-    return {"exemplars": float(len(memory))}
-
-
 class NetworkMethod(Method):
     """Base class of methods with one network and an exemplar memory; a subclass adds the phases.
 
@@ -230,7 +211,10 @@ class NetworkMethod(Method):
         scaling: Turns uint8 images into inputs of the network.
         network: The network that trains and predicts.
         memory: The exemplars.
+        extras: What is saved besides, by name: modules, or others with ``state_dict`` and ``load_state_dict``.
     """
+
+    extras: Mapping[str, Any] = {}
 
     def __init__(self, setting: Setting, config: Any) -> None:
         self.setting = setting
@@ -257,19 +241,35 @@ class NetworkMethod(Method):
         recipe = self.setting.recipe
         return StageSGD(parameters, recipe.lr, recipe.epochs, sgd or self.config.sgd, recipe.steps)
 
-    def remember(self, images: Tensor, labels: Tensor) -> dict[str, float]:
-        """Puts the exemplars of a domain into the memory."""
-        return remember(self.setting, self.memory, self.network, images, labels)
+    def remember(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        selection: Selection = "herding",
+        chosen_by: Literal["backbone", "embedding"] = "backbone",
+    ) -> dict[str, float]:
+        """Puts exemplars of one more domain into the memory, chosen by features of unit length.
+
+        ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels.
+        """
+        network = self.network
+        compute = network.features if chosen_by == "backbone" else lambda inputs: network(inputs).embedding
+        (features,) = run_in_chunks(network, lambda inputs: (compute(inputs),), images, self.scaling)
+        self.memory.add(images, labels, F.normalize(features, dim=1), selection)
+        return {"exemplars": float(len(self.memory))}
 
     def state(self) -> dict[str, Tensor]:
-        """Returns network and memory."""
-        return pack({"network": self.network.state_dict(), "memory": self.memory.state()})
+        """Returns network, memory and extras."""
+        extras = {name: part.state_dict() for name, part in self.extras.items()}
+        return pack({"network": self.network.state_dict(), "memory": self.memory.state(), **extras})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores what :meth:`state` returned."""
         parts = unpack(state)
         self.network.load_state_dict(parts["network"])
         self.memory.load_state(parts["memory"])
+        for name, part in self.extras.items():
+            part.load_state_dict(parts[name])
 
 
 class NetworkPhase(Phase):

@@ -11,18 +11,6 @@ from typing import Any, Literal
 from ratp.data.formats.frames import Frame
 from ratp.errors import RatpError, unknown
 
-__all__ = [
-    "CATALOGUE",
-    "DIGITS",
-    "DOMAINNET_10",
-    "PACS_CLASSES",
-    "DataSet",
-    "DomainSource",
-    "SourceFile",
-    "data_set",
-    "find_sources",
-]
-
 Part = Literal["train", "test", "all"]
 
 

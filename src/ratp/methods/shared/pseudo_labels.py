@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.functional.optim import StageSGD
 from ratp.functional.pseudo_labels import shot_labels
-from ratp.training.method import pack, unpack
 from ratp.training.phase import Phase
 from ratp.training.phases import NetworkMethod, NetworkPhase, embed_all, update_labels_
 
@@ -20,8 +19,6 @@ Finish = Callable[[Tensor, Tensor], dict[str, float]]
 
 class PseudoLabelMethod(NetworkMethod):
     """A method that trains on every domain alike: by true labels on the source, by pseudo-labels on targets."""
-
-    extras: Mapping[str, nn.Module] = {}  # modules to save besides the network, by name
 
     @abstractmethod
     def phases(self, images: Tensor, labels: Tensor | None) -> Sequence[Phase]:
@@ -34,16 +31,6 @@ class PseudoLabelMethod(NetworkMethod):
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
         """Returns the phases of a target, with pseudo-labels and memory."""
         return self.phases(domain.images, None)
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns network, memory and extra modules."""
-        return super().state() | pack({name: module.state_dict() for name, module in self.extras.items()})
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what :meth:`state` returned."""
-        super().load_state(state)
-        for name, module in self.extras.items():
-            module.load_state_dict(unpack(state)[name])
 
 
 class PseudoLabelPhase(NetworkPhase):

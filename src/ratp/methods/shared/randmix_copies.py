@@ -6,7 +6,6 @@ are copied, so that shapes never depend on data, and a mask leaves the others ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from ratp.errors import ConfigError
 from ratp.functional.norm import only_rows, supports_row_masks
 from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
 from ratp.networks.network import Output
-from ratp.training.method import Setting, pack, unpack
+from ratp.training.method import Setting
 from ratp.training.phases import NetworkMethod
 
 
@@ -73,6 +72,7 @@ class CopyingMethod(NetworkMethod):
                 )
             layers = setting.generator("randmix layers")
             self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, layers)
+            self.extras = {"randmix": self.randmix}
 
     def copies(self) -> Copies:
         """Returns the copies of the stage's images."""
@@ -84,13 +84,3 @@ class CopyingMethod(NetworkMethod):
             return {}
         inputs = self.scaling(images)
         return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns network, memory, and the fixed layers of RandMix if it is used."""
-        return super().state() | ({} if self.randmix is None else pack({"randmix": self.randmix.state()}))
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what :meth:`state` returned."""
-        super().load_state(state)
-        if self.randmix is not None:
-            self.randmix.load_state(unpack(state)["randmix"])
