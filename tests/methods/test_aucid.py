@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_method, toy_plan
-from ratp.methods.aucid import best_of_classes, fit_mixture, sliced_wasserstein
+from ratp.methods.aucid import best_of_classes, fit_mixture, sorted_distance, sorted_projections
 from ratp.training.phases import embed_all
 from read_back import ReadBack
 
@@ -128,7 +128,8 @@ class TestStep:
         assert step.keys() == {"total", "mixture", "replay", "distance"}
         torch.testing.assert_close(step["mixture"], F.cross_entropy(g @ network.prototypes.T, classes))
         torch.testing.assert_close(step["replay"], F.cross_entropy(m.logits, stored.labels))
-        distances = [sliced_wasserstein(*pair, rays) for pair in ((x, g), (x, m.embedding), (m.embedding, g))]
+        pairs = (x, g), (x, m.embedding), (m.embedding, g)
+        distances = [sorted_distance(*(sorted_projections(points, rays) for points in pair)) for pair in pairs]
         torch.testing.assert_close(step["distance"], 0.1 * sum(distances), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(step["total"], step["mixture"] + step["replay"] + step["distance"])
 

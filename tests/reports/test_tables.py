@@ -12,10 +12,8 @@ import pytest
 from rich.console import Console
 
 from ratp.evaluation.matrix import Matrix
-from ratp.reports import markup
-from ratp.reports.markup import csv_report, latex_report, markdown_report
-from ratp.reports.summary import group_runs, sections
-from ratp.reports.tables import comparison_table, duration, print_report
+from ratp.reports.markup import comparison_markdown, csv_report, latex_report, markdown_report
+from ratp.reports.tables import duration, print_report
 
 GOLDEN = ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0))
 SECOND = ((98.0, 62.0, 44.0), (94.0, 88.0, 52.0), (90.0, 83.0, 84.0))
@@ -26,11 +24,6 @@ def print_tables(runs, width=80, **options):
     file = io.StringIO()
     print_report(runs, Console(file=file, width=width, **options))
     return file.getvalue()
-
-
-def comparison_markdown(runs):
-    (section,) = sections(group_runs(runs))
-    return markup._comparison(section, comparison_table(section).places)
 
 
 def line_of(text, start):

@@ -205,10 +205,10 @@ class StepDecaySGD(StageSGD):
         lr: float,  # at first
         epochs: int,  # of the stage
         config: SGDConfig,
+        steps: int = 1,  # per epoch
         *,
         after: float,  # share of the epochs before the rate falls; at least one epoch runs at the full rate
         factor: float,  # factor on the rate from then on
-        steps: int = 1,  # steps per epoch
     ) -> None:
         check_step_decay(config, factor)
         super().__init__(parameters, lr, epochs, config, steps)

@@ -134,7 +134,7 @@ class EFDMPhase(PseudoLabelPhase):
 
     def __init__(self, method: EFDM, images: Tensor, labels: Tensor | None) -> None:
         setting, config = method.setting, method.config
-        super().__init__(method, images, labels, replay=False, refresh=config.refresh)
+        super().__init__(method, images, labels)
         self._weight = config.memory_weight
         self._inputs = setting.training_inputs(self.name)
         self._exemplars, mixing = (setting.generator(name, method.stage) for name in ("styles", "mixing"))

@@ -317,10 +317,9 @@ class GSFDAPhase(PseudoLabelPhase):
         plain = replace(config.sgd, weight_decay=0.0)
         groups: list[Group] = [(slow, config.backbone_rate), (fast, 1.0)]
         self._copies, optimiser = method.copies(), method.optimiser(groups, plain)
-        union = config.replay == "union"
-        super().__init__(method, images, None, optimiser, replay=union, generators=self._copies.generators)
+        super().__init__(method, images, None, optimiser, generators=self._copies.generators)
         self._config, self._gate = config, gate
-        self._union = union and len(memory) > 0
+        self._union = config.replay == "union" and len(memory) > 0
         self._beside = config.replay == "separate" and len(memory) > 1  # one image has no batch statistics
         self._bank = Bank(*torch.zeros(2, 1, 1, device=method.setting.device))
 

@@ -203,11 +203,11 @@ class L2DPhase(PseudoLabelPhase):
             recipe.lr,
             recipe.epochs,
             config.sgd,
+            recipe.steps,
             after=config.decay_after,
             factor=config.decay,
-            steps=recipe.steps,
         )
-        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
+        super().__init__(method, images, labels, optimiser)
         self._l2d, self._config = method, config
         self._style_optimiser = StageSGD(method.style.parameters(), config.style_lr, recipe.epochs, STYLE_SGD)
         self._styles, self._noise = (setting.generator(name, method.stage) for name in ("styles", "embeddings"))

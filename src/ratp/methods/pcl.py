@@ -102,7 +102,7 @@ class PCLPhase(PseudoLabelPhase):
 
     def __init__(self, method: PCL, images: Tensor, labels: Tensor | None) -> None:
         config, optimiser = method.config, method.optimiser(method.parameters())
-        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
+        super().__init__(method, images, labels, optimiser)
         self._loss, self._weight, self._copies = method.loss, config.weight, method.copies()
         self.generators = *self.generators, *self._copies.generators
 

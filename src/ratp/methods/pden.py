@@ -255,7 +255,7 @@ class PDENStage(PseudoLabelPhase):
     def __init__(self, method: PDEN, images: Tensor, labels: Tensor | None) -> None:
         setting, config = method.setting, method.config
         optimiser = method.optimiser([*method.network.parameters(), *method.projection.parameters()])
-        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
+        super().__init__(method, images, labels, optimiser)
         self._pden, self._config, self._number = method, config, method.stage
         self._std, self._mean = (numbers.reshape(-1, 1, 1) for numbers in (method.scaling.std, method.scaling.mean))
         self._noise = setting.generator("generator noise", method.stage)

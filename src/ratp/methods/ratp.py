@@ -286,7 +286,8 @@ class RaTPPhase(NetworkPhase):
         if old is not None:
             terms["distill"] = config.distill.weight * self._distillation(batch, inputs, output, old)
         if self.is_target and config.memory.replay == "separate" and len(self.memory):
-            terms["replay"] = self._replay()
+            stored = self.batches.draw_memory(self.memory, self.batch)
+            terms["replay"] = F.cross_entropy(self.network(stored.images).logits, stored.labels)
         confident = {} if inputs.confident is None else {"confident": inputs.confident.float().mean()}
         return self.minimise(terms) | confident
 
@@ -424,7 +425,3 @@ class RaTPPhase(NetworkPhase):
         if self._static:
             return lambda tensor: tensor[:count], fresh
         return lambda tensor: tensor[:count][fresh], None
-
-    def _replay(self) -> Tensor:
-        batch = self.batches.draw_memory(self.memory, self.batch)
-        return F.cross_entropy(self.network(batch.images).logits, batch.labels)

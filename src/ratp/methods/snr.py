@@ -186,7 +186,7 @@ class SNRPhase(PseudoLabelPhase):
 
     def __init__(self, method: SNR, images: Tensor, labels: Tensor | None) -> None:
         config, optimiser = method.config, method.optimiser(method.groups(classifier=labels is not None))
-        super().__init__(method, images, labels, optimiser, replay=config.replay == "union", refresh=config.refresh)
+        super().__init__(method, images, labels, optimiser)
         self._config, self._dual_loss = config, method.dual_loss
 
     def step(self) -> dict[str, Tensor]:

@@ -73,6 +73,16 @@ def markdown_report(
     return "\n\n".join(blocks) + "\n"
 
 
+def comparison_markdown(runs: Sequence[RunRecord]) -> str:
+    """Only the comparison: one row per method with its seeds and averages, the best in bold."""
+    found = sections(group_runs(runs))
+    tables = [_comparison(section, comparison_table(section).places) for section in found]
+    if len(found) == 1:
+        return tables[0] + "\n"
+    titled = [f"**{_section_title(section)}**\n\n{table}" for section, table in zip(found, tables, strict=True)]
+    return "\n\n".join(titled) + "\n"
+
+
 def markdown_table(table: Table, corner: str | None = None, unit: str = "") -> str:
     """A table in Markdown, its columns aligned; columns of numbers to the right."""
     heads = [table.heads[0] if corner is None else corner, *table.heads[1:]]

@@ -55,7 +55,9 @@ class Frame:
         if provenance and provenance.get("frame") == DIGITS_FIVE:
             return self.describe()
         sides = {(file.height, file.width) for file in manifest.usable}
-        return self.describe_original() if sides == {(self.original, self.original)} else None
+        if sides != {(self.original, self.original)}:
+            return None
+        return f"original frame of {self.original}×{self.original} pixels; Digits-Five has {self.side}×{self.side}"
 
     def describe(self) -> str:
         """Says what was done to the original images."""
@@ -63,10 +65,6 @@ class Frame:
         size = f"{self.side}×{self.side}"
         result = f"and resized to {size}" if self.original + 2 * self.margin != self.side else f"to {size}"
         return f"{how} pixels on every side {result}, as in Digits-Five"
-
-    def describe_original(self) -> str:
-        """Says that nothing was done to the images, and what Digits-Five has."""
-        return f"original frame of {self.original}×{self.original} pixels; Digits-Five has {self.side}×{self.side}"
 
 
 def reframed(pictures: Pictures, frame: Frame) -> Pictures:

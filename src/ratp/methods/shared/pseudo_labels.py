@@ -36,8 +36,9 @@ class PseudoLabelMethod(NetworkMethod):
 class PseudoLabelPhase(NetworkPhase):
     """Trains on one domain; a subclass defines ``step``, which must allow capture.
 
-    On a target, the network labels all images every ``refresh`` epochs. The last labels go to ``finish``, by default
-    into the memory.
+    On a target, the network labels all images every ``refresh`` epochs, and batches come from target and memory
+    together if ``replay`` is union: both are switches of the method. The last labels go to ``finish``, by default into
+    the memory.
     """
 
     captures = True
@@ -49,13 +50,12 @@ class PseudoLabelPhase(NetworkPhase):
         labels: Tensor | None,
         optimiser: StageSGD | None = None,
         *,
-        replay: bool = True,
-        refresh: int = 1,
         generators: Sequence[torch.Generator] = (),
         finish: Finish | None = None,
     ) -> None:
-        super().__init__(method, images, labels, optimiser, replay=replay, generators=generators)
-        self._refresh, self._finish = refresh, finish or method.remember
+        union = getattr(method.config, "replay", "none") == "union"
+        super().__init__(method, images, labels, optimiser, replay=union, generators=generators)
+        self._refresh, self._finish = getattr(method.config, "refresh", 1), finish or method.remember
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; labels the images of a target when due."""

@@ -145,10 +145,8 @@ class TargetPhase(PseudoLabelPhase):
         generators: Sequence[torch.Generator] = (),
         finish: Finish | None = None,
     ) -> None:
-        replay, optimiser = method.config.replay, method.optimiser(groups)
-        union = replay == "union"
-        super().__init__(method, images, None, optimiser, replay=union, generators=generators, finish=finish)
-        self._replays = replay == "separate"
+        super().__init__(method, images, None, method.optimiser(groups), generators=generators, finish=finish)
+        self._replays = method.config.replay == "separate"
 
     @abstractmethod
     def losses(self, batch: Batch, output: Output) -> dict[str, Tensor]:
