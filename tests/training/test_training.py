@@ -14,7 +14,7 @@ from ratp.methods.shared.online import SinglePass
 from ratp.training.memory import Memory
 from ratp.training.method import OnlineMethod, Setting
 from ratp.training.phase import train
-from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase, remember
+from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase
 
 
 @pytest.fixture
@@ -159,9 +159,10 @@ class TestStatisticsOfTheBatch:
 
 
 def test_exemplars_are_of_every_class(setting):
-    memory, domain = Memory(8, len(CLASSES)), toy_domain("ink")
-    assert remember(setting, memory, setting.network(), domain.images, domain.labels) == {"exemplars": 8.0}
-    assert sorted(memory.labels.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    method, domain = Watcher(setting), toy_domain("ink")
+    method.memory = Memory(8, len(CLASSES))
+    assert method.remember(domain.images, domain.labels) == {"exemplars": 8.0}
+    assert sorted(method.memory.labels.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_network_method_restores_its_state(setting):
