@@ -139,7 +139,7 @@ class TestWhatIsDrawn:
     def test_saved_layers_come_back(self):
         one, other, images = make(seed=0), make(seed=1), batch()
         assert not torch.equal(one(images, generator()), other(images, generator()))
-        other.load_state(one.state())
+        other.load_state_dict(one.state_dict())
         assert torch.equal(one(images, generator()), other(images, generator()))
 
     @pytest.mark.parametrize(("noise_per", "rows"), [("sample", 3), ("batch", 1)])
