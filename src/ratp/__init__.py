@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ratp.runs.run import Run as Run
     from ratp.streams.stream import DataOptions as DataOptions
     from ratp.streams.stream import Stream as Stream
+    from ratp.training.memory import Batch as Batch
+    from ratp.training.memory import Batches as Batches
     from ratp.training.memory import Memory as Memory
     from ratp.training.method import Method as Method
     from ratp.training.method import OnlineMethod as OnlineMethod
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from ratp.training.method import pack as pack
     from ratp.training.method import unpack as unpack
     from ratp.training.phase import Phase as Phase
-    from ratp.training.phases import Batch as Batch
-    from ratp.training.phases import Batches as Batches
     from ratp.training.phases import NetworkMethod as NetworkMethod
     from ratp.training.phases import NetworkPhase as NetworkPhase
     from ratp.training.phases import SupervisedPhase as SupervisedPhase
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 # The public names and their modules, loaded on first use, so that the command line starts without torch.
 _MODULES = {
-    "Batch": "training.phases",
-    "Batches": "training.phases",
+    "Batch": "training.memory",
+    "Batches": "training.memory",
     "ConfigError": "errors",
     "DataOptions": "streams.stream",
     "LabelledDomain": "data.domain",

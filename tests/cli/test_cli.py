@@ -55,6 +55,8 @@ def done(tmp_path_factory):
         json.dumps({"domains": matrix["domains"], "accuracy": matrix["accuracy"][:1]})
     )
     config = json.loads((folder / "under-way" / "config.json").read_text()) | {"seed": 3}
+    journal = (folder / "under-way" / "journal.jsonl").read_text()
+    (folder / "under-way" / "journal.jsonl").write_text(journal.replace(config["fingerprint"], fingerprint_of(config)))
     config["fingerprint"] = fingerprint_of(config)
     (folder / "under-way" / "config.json").write_text(json.dumps(config))
     return folder

@@ -564,6 +564,7 @@ def test_command_reports_known_results_and_refuses_none(file, tmp_path):
     entry = read_study(file, folder).entries[0]
     result = record((50, 80, 70), entry.plan.order, entry.plan.seed).to_json()
     result["config"] |= {"schema": 1, **entry.plan.decisions()}
+    del result["sha256"]
     (known / "one.json").write_text(json.dumps(result))
     done = ratp("study", "report", file, "--out", folder, "--known", known, "--to", tmp_path / "report")
     assert done.code == 0, done.err

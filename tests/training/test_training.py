@@ -11,10 +11,10 @@ from ratp.functional.norm import by_batch
 from ratp.functional.optim import SGDConfig
 from ratp.functional.transforms import OBJECTS
 from ratp.methods.shared.online import SinglePass
-from ratp.training.memory import Memory
+from ratp.training.memory import Batches, Memory
 from ratp.training.method import OnlineMethod, Setting
 from ratp.training.phase import train
-from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase
+from ratp.training.phases import NetworkMethod, SupervisedPhase
 
 
 @pytest.fixture

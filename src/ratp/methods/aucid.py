@@ -11,13 +11,9 @@ targets towards it.
 * After a target: the mixture is fitted again, to images that the model is confident about, by its predictions; a class
   with fewer than two of them keeps its component. Each class's best of these images enter the memory.
 
-On a line, the squared 2-Wasserstein distance of two distributions compares their quantiles; sliced, it is the mean over
-random directions that the points are projected on:
-
-    W₂² = ∫ (F⁻¹(u) − G⁻¹(u))² du
-
-For two sets of n points this is the mean squared difference of the sorted points; for sets of different size, the
-smaller one's quantiles are interpolated at the levels of the larger one's points, (i + ½)/m.
+The sliced distance is the mean over random directions of ∫ (F⁻¹(u) − G⁻¹(u))² du, the squared 2-Wasserstein distance of
+the projections. For sets of equal size this is the mean squared difference of the sorted points; otherwise the smaller
+set's quantiles are interpolated at the levels of the larger set's points, (i + ½)/m.
 
 Deviations from the published code:
 
@@ -293,9 +289,7 @@ class AuCIDPhase(NetworkPhase):
         self._points, self._slices = (method.setting.generator(n, method.stage) for n in ("mixture", "directions"))
         self._mixture = mixture if mixture is not None and mixture.components else None
         self._replays = config.replay == "separate" and len(self.memory) > 1  # one image has no batch statistics
-        self.generators = *self.generators, self._slices
-        if self._mixture is not None:
-            self.generators = *self.generators, self._points
+        self.generators = *self.generators, self._slices, *([self._points] if self._mixture else [])
 
     def step(self) -> dict[str, Tensor]:
         """Updates the network once on a batch, exemplars and points sampled from the mixture."""

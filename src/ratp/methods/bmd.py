@@ -39,8 +39,8 @@ from ratp.functional.norm import affine_parameters
 from ratp.functional.pseudo_labels import bmd_labels, centre_similarities, moved_centres
 from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
 from ratp.networks.network import Output
+from ratp.training.memory import Batch
 from ratp.training.phase import Phase
-from ratp.training.phases import Batch
 
 
 @dataclass(frozen=True)

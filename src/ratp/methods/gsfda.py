@@ -58,9 +58,10 @@ from ratp.methods.shared.pseudo_labels import PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
 from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, all_groups
 from ratp.networks.network import check_two_layers
+from ratp.training.memory import Batch
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import Batch, embed_all
+from ratp.training.phases import embed_all
 from ratp.training.recipe import run_in_chunks
 
 

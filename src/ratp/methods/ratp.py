@@ -59,10 +59,10 @@ from ratp.functional.pseudo_labels import (
 )
 from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
 from ratp.networks.network import Network, Output
-from ratp.training.memory import Selection
+from ratp.training.memory import Batch, Selection
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batch, NetworkMethod, NetworkPhase, embed_all, update_labels_
+from ratp.training.phases import NetworkMethod, NetworkPhase, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 

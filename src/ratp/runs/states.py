@@ -210,8 +210,7 @@ class Checkpoints:
     def found(self, stage: int) -> Iterator[Checkpoint]:
         """Yields the intact checkpoints of a stage, latest first."""
         for name in (CHECKPOINT_LATEST, CHECKPOINT_BEFORE):
-            checkpoint = self._read(self._folder / name, stage)
-            if checkpoint is not None:
+            if checkpoint := self._read(self._folder / name, stage):
                 yield checkpoint
 
     def remove(self) -> None:

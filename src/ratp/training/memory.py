@@ -1,14 +1,17 @@
-"""The exemplar memory: a few images of every domain seen, within a fixed capacity, and how they are chosen."""
+"""The exemplar memory: a few images of every domain seen, how they are chosen, and batches that replay them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ratp._core.state import Stateful
 from ratp.functional.numerics import full_precision, in_chunks, ranks_within
+from ratp.training.finite import log_draw
+from ratp.training.method import Setting
 
 Selection = Literal["herding", "nearest"]
 
@@ -147,3 +150,74 @@ class Memory:
         self.labels = state["labels"].to(device)
         self.domains = state["domains"].to(device)
         self.seen = int(state["seen"])
+
+
+class Batch(NamedTuple):
+    """A batch of images.
+
+    Attributes:
+        images: Normalised and augmented as the recipe says.
+        labels: Current labels of the domain's images, stored labels of replayed ones.
+        replayed: Which images come from the memory.
+        places: Their indices in the domain; arbitrary for replayed images.
+    """
+
+    images: Tensor
+    labels: Tensor
+    replayed: Tensor
+    places: Tensor
+
+
+class Batches(Stateful):
+    """Draws batches with replacement from a domain, or from the union of a domain and the memory.
+
+    Args:
+        setting: Recipe, randomness and device.
+        kind: Selects the augmentation.
+        stage: Number of the stage; it seeds the generators.
+        images: All training images of the domain, uint8.
+        labels: Their labels, which may change in place between epochs.
+        memory: Exemplars to replay; None: no replay.
+    """
+
+    saved = "labels generators"
+
+    def __init__(
+        self,
+        setting: Setting,
+        kind: Literal["source", "target"],
+        stage: int,
+        images: Tensor,
+        labels: Tensor,
+        memory: Memory | None = None,
+    ) -> None:
+        self.images = images.to(setting.device)
+        self.labels = labels.to(setting.device)
+        self._memory = memory
+        self._inputs = setting.training_inputs(kind)
+        self._places = setting.generator("batches", stage)
+        self._changes = setting.generator("transforms", stage)
+        self.generators = self._places, self._changes
+
+    def draw(self, count: int) -> Batch:
+        """Draws a batch of ``count`` images."""
+        own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
+        place = self._place(own + stored, count)
+        index, replayed = place.clamp(max=own - 1), place >= own
+        log_draw(place, own)
+        images, labels = self.images[index], self.labels[index]
+        if self._memory is not None and stored:
+            kept = (place - own).clamp(min=0)
+            images = torch.where(replayed[:, None, None, None], self._memory.images[kept], images)
+            labels = torch.where(replayed, self._memory.labels[kept], labels)
+        return Batch(self._inputs(images, self._changes), labels, replayed, index)
+
+    def draw_memory(self, memory: Memory, count: int) -> Batch:
+        """Draws a batch of exemplars only, at most as many as there are."""
+        index = self._place(len(memory), min(count, len(memory)))
+        log_draw(index, 0)
+        images = self._inputs(memory.images[index], self._changes)
+        return Batch(images, memory.labels[index], torch.ones_like(index, dtype=torch.bool), index)
+
+    def _place(self, population: int, count: int) -> Tensor:
+        return torch.randint(population, (count,), generator=self._places, device=self.images.device)

@@ -1,96 +1,23 @@
-"""What methods share: batches with replay, exemplars, supervised training, and base classes for one network."""
+"""What methods share: supervised training, and base classes for methods and phases with one network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ratp._core.state import Stateful
 from ratp.config import as_dict
 from ratp.data.domain import LabelledDomain
 from ratp.functional.optim import Adam, Group, SGDConfig, StageSGD
 from ratp.networks.network import Network, Output
-from ratp.training.finite import log_draw
-from ratp.training.memory import Memory, Selection
+from ratp.training.memory import Batches, Memory, Selection
 from ratp.training.method import Method, Setting, pack, unpack
 from ratp.training.phase import Phase
 from ratp.training.recipe import classify, embed, run_in_chunks
 from ratp.training.source_cache import SharedTraining
-
-
-class Batch(NamedTuple):
-    """A batch of images.
-
-    Attributes:
-        images: Normalised and augmented as the recipe says.
-        labels: Current labels of the domain's images, stored labels of replayed ones.
-        replayed: Which images come from the memory.
-        places: Their indices in the domain; arbitrary for replayed images.
-    """
-
-    images: Tensor
-    labels: Tensor
-    replayed: Tensor
-    places: Tensor
-
-
-class Batches(Stateful):
-    """Draws batches with replacement from a domain, or from the union of a domain and the memory.
-
-    Args:
-        setting: Recipe, randomness and device.
-        kind: Selects the augmentation.
-        stage: Number of the stage; it seeds the generators.
-        images: All training images of the domain, uint8.
-        labels: Their labels, which may change in place between epochs.
-        memory: Exemplars to replay; None: no replay.
-    """
-
-    saved = "labels generators"
-
-    def __init__(
-        self,
-        setting: Setting,
-        kind: Literal["source", "target"],
-        stage: int,
-        images: Tensor,
-        labels: Tensor,
-        memory: Memory | None = None,
-    ) -> None:
-        self.images = images.to(setting.device)
-        self.labels = labels.to(setting.device)
-        self._memory = memory
-        self._inputs = setting.training_inputs(kind)
-        self._places = setting.generator("batches", stage)
-        self._changes = setting.generator("transforms", stage)
-        self.generators = self._places, self._changes
-
-    def draw(self, count: int) -> Batch:
-        """Draws a batch of ``count`` images."""
-        own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
-        place = self._place(own + stored, count)
-        index, replayed = place.clamp(max=own - 1), place >= own
-        log_draw(place, own)
-        images, labels = self.images[index], self.labels[index]
-        if self._memory is not None and stored:
-            kept = (place - own).clamp(min=0)
-            images = torch.where(replayed[:, None, None, None], self._memory.images[kept], images)
-            labels = torch.where(replayed, self._memory.labels[kept], labels)
-        return Batch(self._inputs(images, self._changes), labels, replayed, index)
-
-    def draw_memory(self, memory: Memory, count: int) -> Batch:
-        """Draws a batch of exemplars only, at most as many as there are."""
-        index = self._place(len(memory), min(count, len(memory)))
-        log_draw(index, 0)
-        images = self._inputs(memory.images[index], self._changes)
-        return Batch(images, memory.labels[index], torch.ones_like(index, dtype=torch.bool), index)
-
-    def _place(self, population: int, count: int) -> Tensor:
-        return torch.randint(population, (count,), generator=self._places, device=self.images.device)
 
 
 class SupervisedPhase(Phase):

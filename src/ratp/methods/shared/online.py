@@ -18,9 +18,10 @@ from ratp.functional.norm import affine_parameters, batch_norms, by_batch
 from ratp.functional.optim import Adam, SGDConfig, StageSGD
 from ratp.networks.network import Network
 from ratp.training.finite import log_draw
+from ratp.training.memory import Batches
 from ratp.training.method import OnlineMethod, Setting, Statistics, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import Batches, NetworkMethod, SupervisedPhase
+from ratp.training.phases import NetworkMethod, SupervisedPhase
 from ratp.training.recipe import Scaling, classify
 
 # Fewest images whose statistics represent a domain.

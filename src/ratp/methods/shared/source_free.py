@@ -22,9 +22,10 @@ from ratp.methods.shared.pseudo_labels import Finish, PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import Copies
 from ratp.networks.network import Network, Output
 from ratp.training.finite import log_draw
+from ratp.training.memory import Batch
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import Batch, NetworkMethod, SupervisedPhase, embed_all
+from ratp.training.phases import NetworkMethod, SupervisedPhase, embed_all
 
 TURNS = 4
 
