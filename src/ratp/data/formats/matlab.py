@@ -97,8 +97,7 @@ def read_hdf5(path: Path) -> list[tuple[Array, Array]]:
     h5py = _h5py(path)
     try:
         with h5py.File(path, "r") as file:
-            parts = [part for part in ("train", "test") if isinstance(file.get(part), h5py.Group)]
-            if parts:
+            if parts := [part for part in ("train", "test") if isinstance(file.get(part), h5py.Group)]:
                 return [_usps(file[part], f"{path}, {part}", h5py) for part in parts]
             return [
                 # MATLAB counts the axes from the other end.
@@ -139,10 +138,8 @@ def _digits(images: Array, labels: Array, origin: str) -> tuple[Array, Array]:
         labels = (labels if labels.shape[1] == 10 else labels.T).argmax(axis=1)  # one column per class
     numbers = whole_numbers(labels.ravel(), origin)
     if numbers.min() < 0 or numbers.max() > 10 or {0, 10} <= set(np.unique(numbers).tolist()):
-        raise RatpError(
-            f"{origin}: expected the digits 0..9 as labels, or 1..10 with 10 for 0, "
-            f"found {numbers.min()} to {numbers.max()}."
-        )
+        found = f"{numbers.min()} to {numbers.max()}"
+        raise RatpError(f"{origin}: expected the digits 0..9 as labels, or 1..10 with 10 for 0, found {found}.")
     count = len(numbers)
     if images.ndim == 4 and images.shape[3] == count and images.shape[2] in (1, 3):
         images = images.transpose(3, 0, 1, 2)
