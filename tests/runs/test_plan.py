@@ -245,10 +245,11 @@ class TestFingerprint:
         seen = {self.fingerprint(plan, stream)}
         values = {s.name: s for part in (plan.recipe, plan.config) for s in switches(part)}
         for name, switch in values.items():
-            others = switch.kind.removeprefix("one of ").split(", ")
-            if switch.kind == "true or false":
+            kind = switch.kind.removesuffix(" or none")
+            others = kind.removeprefix("one of ").split(", ")
+            if kind == "true or false":
                 other = not switch.value
-            elif switch.kind.startswith("one of "):
+            elif kind.startswith("one of "):
                 if len(others) == 1:
                     continue
                 other = next(o for o in others if o != str(switch.value))
@@ -259,7 +260,7 @@ class TestFingerprint:
             elif isinstance(switch.value, int):
                 other = switch.value + 1
             else:
-                other = switch.value / 2 or 0.25  # some may not reach 1
+                other = (switch.value or 0) / 2 or 0.25  # some may not reach 1
             seen.add(
                 self.fingerprint(
                     resolve(RunRequest(method=method, changes={name: other}, device="cpu", weights="none")), stream

@@ -262,7 +262,7 @@ class GSFDASourcePhase(PseudoLabelPhase):
     def __init__(self, method: GSFDA, domain: LabelledDomain) -> None:
         config, network = method.config, method.network
         groups = [(list(parameters), factor) for parameters, factor in all_groups(network, config.backbone_rate)]
-        self._copies, optimiser = method.copies(), method.optimiser(groups)
+        self._copies, optimiser = method.copies(), method.optimiser(groups, config.sgd_on_source)
         super().__init__(method, domain.images, domain.labels, optimiser, generators=self._copies.generators)
         self._config, self._gate = config, method.gate
         self._parameters = [parameter for parameters, _ in groups for parameter in parameters]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from ratp.data.domain import LabelledDomain
 from ratp.errors import ConfigError
 from ratp.functional.losses import cross_entropy, information_maximisation
 from ratp.functional.numerics import in_chunks
-from ratp.functional.optim import Group, SGDConfig
+from ratp.functional.optim import Group, Schedule, SGDConfig
 from ratp.methods.shared.pseudo_labels import Finish, PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import Copies
 from ratp.networks.network import Network, Output
@@ -66,15 +66,36 @@ SHOT_RATES = {(stream, "official"): SHOT_RATE for stream in ("pacs", "domainnet1
 
 
 @dataclass(frozen=True)
+class SourceSGDConfig:
+    """Switches of the optimiser that differ on the source; none: as on targets."""
+
+    momentum: float | None = switch(
+        None, "momentum on the source; none: sgd.momentum", minimum=0, below=1, hash_default=False
+    )
+    weight_decay: float | None = switch(
+        None, "weight decay on the source; none: sgd.weight_decay", minimum=0, hash_default=False
+    )
+    schedule: Schedule | None = switch(None, "rate over the source stage; none: as sgd.schedule", hash_default=False)
+    nesterov: bool | None = switch(None, "Nesterov's momentum on the source; none: sgd.nesterov", hash_default=False)
+
+
+@dataclass(frozen=True)
 class SourceFreeConfig:
     """Switches that these methods share. Defaults: SHOT's for digits, with RaTP's optimiser."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
+    source_sgd: SourceSGDConfig = switch(SourceSGDConfig(), "optimiser on the source, where it differs")
     backbone_rate: float = switch(1.0, "factor on the rate of the feature extractor", minimum=0)
     smoothing: float = switch(0.1, "ε of label smoothing on the source", minimum=0, below=1)
     replay: Literal["union", "separate", "none"] = switch(
         "union", "batches from target and memory together, a memory batch with each, or no replay"
     )
+
+    @property
+    def sgd_on_source(self) -> SGDConfig:
+        """The optimiser of the source stage."""
+        given = {name: value for name, value in asdict(self.source_sgd).items() if value is not None}
+        return replace(self.sgd, **given)
 
 
 class SourceFreeMethod(NetworkMethod):
@@ -89,7 +110,7 @@ class SourceFreeMethod(NetworkMethod):
             self.setting,
             self.network,
             domain,
-            config.sgd,
+            config.sgd_on_source,
             smoothing=config.smoothing,
             groups=all_groups(self.network, config.backbone_rate),
             forward=copies.learn_all if copies.generators else None,
