@@ -51,7 +51,8 @@ def switch(
         above: Values must be greater than this.
         below: Values must be less than this.
         hash_default: Whether the default counts for a run's hash. False for a switch added later whose default keeps
-            the old behaviour, so that the hashes of earlier runs stay valid (:func:`decisive`).
+            the old behaviour, so that the hashes of earlier runs stay valid (:func:`decisive`). For a configuration
+            added later, whose switches must have the defaults of its class, this holds for each of them.
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     metadata = {"explanation": explanation, "doc_ref": doc_ref, "hash_default": hash_default, **limits}
@@ -77,17 +78,18 @@ class Switch:
     is_decision: bool = True
 
 
-def switches(config: Any, prefix: str = "") -> Iterator[Switch]:
-    """Yields all leaves of a configuration, in the order of their declaration."""
+def switches(config: Any, prefix: str = "", *, later: bool = False) -> Iterator[Switch]:
+    """Yields all leaves of a configuration, in their order; ``later``: none counts for a hash at its default."""
     hints = _hints_of(type(config))  # type: ignore[arg-type]
     for item in fields(config):
         value = getattr(config, item.name)
+        meta = item.metadata
+        added = later or not meta.get("hash_default", True)
         if is_dataclass(value):
-            yield from switches(value, f"{prefix}{item.name}.")
+            yield from switches(value, f"{prefix}{item.name}.", later=added)
         else:
-            meta = item.metadata
             kind = _describe(hints[item.name])
-            decides = meta.get("hash_default", True) or value != item.default
+            decides = not added or value != item.default
             yield Switch(f"{prefix}{item.name}", value, kind, meta.get("explanation", ""), meta.get("doc_ref"), decides)
 
 

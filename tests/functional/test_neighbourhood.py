@@ -49,6 +49,13 @@ class TestBank:
         assert torch.equal(with_self[:, 0], places)
         assert torch.equal(filled_bank.nearest(embeddings[places], places, 4), with_self[:, 1:])
 
+    def test_unless_its_own_entry_counts(self):
+        embeddings, filled_bank = bank(5)
+        near = filled_bank.nearest(embeddings, torch.arange(5), 9, own=True)
+        assert near.shape == (5, 5)
+        assert near[:, 0].tolist() == [0, 1, 2, 3, 4]
+        assert filled_bank.nearest(embeddings[:1], torch.tensor([0]), 1, own=True).tolist() == [[0]]
+
     @pytest.mark.parametrize(("samples", "count", "found"), [(5, 3, 3), (3, 3, 2), (1, 3, 0), (5, 0, 0)])
     def test_there_are_at_most_all_others(self, samples, count, found):
         embeddings, filled_bank = bank(samples)

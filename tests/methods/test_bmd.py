@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import source_free_checks as checks
 from helpers import toy_plan
+from ratp.errors import ConfigError
 from ratp.functional.norm import BatchNorm1d, BatchNorm2d, affine_parameters
 from ratp.functional.optim import SGDConfig
 from ratp.methods.bmd import dynamic_loss
@@ -113,3 +115,53 @@ def test_large_networks_have_the_published_optimiser():
     small, large = (toy_plan(NAME, changes=changes).config for changes in ({}, {"network.backbone": "resnet18"}))
     assert (small.sgd, small.backbone_rate) == (SGDConfig(), 1.0)
     assert (large.sgd, large.backbone_rate) == (SGDConfig(0.9, 1e-3, "per-step", nesterov=True), 0.1)
+
+
+def test_the_gradient_through_the_dynamic_label():
+    """By the plain formula, with the label constant or not; the value is the same."""
+    results = []
+    for through in (False, True):
+        method, phase = start_target(dynamic_gradient=through)
+        phase.begin_epoch(1)
+        batch = phase.batches.draw(8)._replace(replayed=torch.zeros(8, dtype=torch.bool))
+        output = method.network.eval()(batch.images)
+        z = output.embedding.detach().requires_grad_()
+        found = phase.losses(batch, output._replace(embedding=z, logits=z @ method.network.prototypes.T))["dynamic"]
+        unit = z / z.norm(dim=1, keepdim=True)
+        label = torch.einsum("kcd,nd->nkc", phase._centres, unit).amax(dim=2).softmax(dim=1)
+        label = label if through else label.detach()
+        p = (z @ method.network.prototypes.T).softmax(dim=1)
+        expected = -0.5 * (label * p.log() + p * label.log()).sum(dim=1).mean()
+        torch.testing.assert_close(found, expected)
+        gradient, wanted = (torch.autograd.grad(loss, z, retain_graph=True)[0] for loss in (found, expected))
+        torch.testing.assert_close(gradient, wanted)
+        results.append((found.detach(), gradient))
+    assert torch.equal(results[0][0], results[1][0])
+    assert not torch.allclose(results[0][1], results[1][1], rtol=1e-2)
+
+
+def test_convolutions_of_small_networks_learn_if_wanted_at_their_own_rate():
+    """A tenth of the rate is a tenth of the first step of the feature extractor, not of the bottleneck."""
+    moves = []
+    for rate in (1.0, 0.1):
+        method, _, targets = checks.build_method(NAME, extractor=True, backbone_rate=rate)
+        (phase,) = method.target_phases(targets[0])
+        phase.begin()
+        phase.begin_epoch(0)
+        before = checks.snapshot(method.network.state_dict())
+        phase.step()
+        after = method.network.state_dict()
+        moves.append([after[n] - before[n] for n in ("backbone.0.weight", "backbone.1.weight", "bottleneck.0.weight")])
+    assert moves[0][0].abs().max() > 0
+    for whole, tenth, share in zip(*moves, (0.1, 0.1, 1.0), strict=True):
+        torch.testing.assert_close(tenth, share * whole, rtol=1e-2, atol=1e-7)
+
+
+def test_dynamic_gradient_is_refused_unless_true_or_false():
+    with pytest.raises(ConfigError, match="dynamic_gradient must be"):
+        toy_plan(NAME, changes={"dynamic_gradient": "half"})
+
+
+def test_later_switches_leave_the_hash_of_runs_without_them():
+    assert "dynamic_gradient" not in toy_plan(NAME).decisions()["switches"]
+    assert toy_plan(NAME, changes={"dynamic_gradient": True}).digest() != toy_plan(NAME).digest()

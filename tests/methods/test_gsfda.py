@@ -12,6 +12,7 @@ import source_free_checks as checks
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_plan
 from ratp._core.environment import Randomness
 from ratp.data.domain import LabelledDomain
+from ratp.errors import ConfigError
 from ratp.functional.losses import entropy
 from ratp.methods.gsfda import GSFDA, Bank, annealed_scale, disagreement, domain_masks, used_elsewhere
 from ratp.runs.run import Run
@@ -59,6 +60,40 @@ class TestSource:
         torch.testing.assert_close(step["sparsity"], 0.1 * masks.mean())
         torch.testing.assert_close(step["total"], step["ce"] + step["sparsity"])
 
+    def test_masks_can_be_sharp_from_the_first_step(self):
+        """Masks and their mean have s = 100, as in the code for several targets; the compensation has the growing s."""
+        method, source, _ = checks.build_method(NAME, source_masks="sharp", **{"sgd.weight_decay": 0.0})
+        (phase,) = method.source_phases(source)
+        twin, _, _ = checks.build_method(NAME)
+        (other,) = twin.source_phases(source)
+        for each in (method, twin):
+            with torch.no_grad():
+                each.gate.domains.mul_(0.01)  # near zero, where sharp masks have a gradient
+        for p in (phase, other):
+            p.begin()
+            p.begin_epoch(0)
+        batch = other.batches.draw(TINY["batch"])
+        with twin.gate.unmasked():
+            z = twin.network.train()(batch.images).embedding
+        vectors = twin.gate.domains
+        masks = 1 / (1 + (-100 * vectors).exp())
+        logits = [z * mask @ twin.network.prototypes.T for mask in masks]
+        expected = sum(F.cross_entropy(each, batch.labels, label_smoothing=0.1) for each in logits)
+        before = vectors.detach().clone()
+        step = phase.step()
+        torch.testing.assert_close(step["ce"], expected)
+        torch.testing.assert_close(step["sparsity"], 0.1 * masks.mean())
+        # s = 1/100: (100/s)·(cosh(s·e) + 1)/(cosh(e) + 1)
+        (gradient,) = torch.autograd.grad(expected + 0.1 * masks.mean(), vectors)
+        gradient = gradient * 10_000 * ((before / 100).cosh() + 1) / (before.cosh() + 1)
+        moved = before - method.gate.domains.detach()
+        direction, wanted = (F.normalize(each.flatten(), dim=0) for each in (moved, gradient))
+        torch.testing.assert_close(direction, wanted, rtol=1e-3, atol=1e-4)
+
+    def test_other_scales_are_refused(self):
+        with pytest.raises(ConfigError, match="unknown value of source_masks"):
+            toy_plan(NAME, changes={"source_masks": "blunt"})
+
     def test_masks_sharpen_within_every_epoch(self, monkeypatch):
         import ratp.methods.gsfda as module
 
@@ -103,6 +138,27 @@ class TestTarget:
         torch.testing.assert_close(step["total"], step["neighbours"] + step["diversity"])
         # then the bank knows the batch as it was seen
         torch.testing.assert_close(phase._bank.logs[batch.places[-1]], logs[-1].detach())
+
+    def test_own_last_entries_can_be_neighbours(self):
+        changes = {"replay": "none", "self_neighbour": True}
+        (_, phase), (twin, other) = start_target(**changes), start_target(**changes)
+        batch = other.batches.draw(TINY["batch"])
+        with torch.no_grad():
+            every = twin.network.eval()(twin.scaling(other.batches.images))
+        output = twin.network.train()(batch.images)
+        cosines = F.normalize(output.embedding.detach(), dim=1) @ F.normalize(every.embedding, dim=1).T
+        q = every.logits.softmax(dim=1)[cosines.topk(3, dim=1).indices]
+        p = output.logits.softmax(dim=1)
+        expected = -torch.einsum("nc,nkc->nk", p, q).log().sum(dim=1).mean()
+        torch.testing.assert_close(phase.step()["neighbours"], expected)
+
+    def test_later_switches_leave_the_hash_of_runs_without_them(self):
+        later = {"source_masks": "sharp", "self_neighbour": True}
+        assert not later.keys() & toy_plan(NAME).decisions()["switches"].keys()
+        digests = {
+            toy_plan(NAME, changes=changes).digest() for changes in ({}, *(dict([item]) for item in later.items()))
+        }
+        assert len(digests) == 3
 
     def test_without_neighbours_only_diversity_is_left(self):
         _, phase = start_target(neighbours=0, replay="none")

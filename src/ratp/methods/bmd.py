@@ -17,10 +17,13 @@ Deviations from the original:
   and rates: 0.01, and a tenth of it for the feature extractor. Nothing is published for small ones; they have RaTP's.
 * Log-softmax replaces the logarithm of a softmax, which is NaN if the model is certain.
 * Parameters are selected by layer type. The original selects names that contain "bn", which misses DTN and shortcuts.
+  It freezes all convolutions, and no code for small networks is published; ``extractor`` trains the convolutions of
+  any network as well, at the rate ``backbone_rate`` of its BatchNorm.
 * K-means starts from the most certain seed and then the seeds farthest from those chosen, not at random. With fewer
   than four seeds, some are used twice.
-* No gradient flows through the dynamic label. Exemplars of earlier domains keep their stored label, have no dynamic one
-  and do not move the centres, which belong to the target.
+* No gradient flows through the dynamic label; in the published code it does (``dynamic_gradient``).
+* Exemplars of earlier domains keep their stored label, have no dynamic one and do not move the centres, which belong to
+  the target.
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ class BMDConfig(SourceFreeConfig):
     dynamic_weight: float = switch(0.5, "weight of both cross-entropies with dynamic labels", minimum=0)
     decay: float = switch(0.9999, "share of a centre kept per step; 1: centres are fixed", minimum=0, maximum=1)
     extractor: bool = switch(False, "train the whole feature extractor, not only its BatchNorm")
+    dynamic_gradient: bool = switch(
+        False, "gradient flows through the dynamic label too (published code)", hash_default=False
+    )
 
 
 class BMD(SourceFreeMethod):
@@ -106,8 +112,8 @@ class BMDPhase(TargetPhase):
     def losses(self, batch: Batch, output: Output) -> dict[str, Tensor]:
         """Computes all terms in every epoch; those that do not apply have weight 0."""
         config, on = self._config, self._labels_count
-        # No gradient flows through the dynamic labels.
-        similarities = centre_similarities(F.normalize(output.embedding.detach(), dim=1), self._centres)
+        embedding = output.embedding if config.dynamic_gradient else output.embedding.detach()
+        similarities = centre_similarities(F.normalize(embedding, dim=1), self._centres)
         dynamic = dynamic_loss(output.logits, similarities)
         return {
             "entropy": logit_entropy(output.logits).mean(),

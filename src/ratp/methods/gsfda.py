@@ -24,8 +24,10 @@ images by cosine (section 3.2):
 Deviations from the published code:
 
 * The sharpness s goes from 1/s_max to s_max over an epoch; the original counts data sets, not batches, and overshoots.
+  Its code for several targets computes source masks with s_max at once, and only the compensation follows s
+  (``source_masks=sharp``).
 * An image is not its own neighbour. In the original, the line that should ensure this changes a copy, so an image's
-  own last entry is mostly its first neighbour.
+  own last entry is mostly its first neighbour (``self_neighbour``).
 * The bottleneck has two layers: the mask applies to the last one's output, and 1 − a to the last one's rows and the
   classifier's columns. It scales weight decay as well: a channel used elsewhere does not change.
 * BatchNorm layers are selected by type (the original selects by name and misses some). Masks do not learn on
@@ -42,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -175,16 +177,18 @@ class Bank(Stateful):
         return self._logs[: self.size]
 
     @torch.no_grad()
-    def nearest(self, embeddings: Tensor, places: Tensor, count: int) -> Tensor:
+    def nearest(self, embeddings: Tensor, places: Tensor, count: int, *, own: bool = False) -> Tensor:
         """Returns the rows nearest to embeddings (m, d) of the samples at ``places``, nearest first.
 
-        The shape is (m, count), or (m, n − 1) if that is smaller: a sample is not its own neighbour.
+        The shape is (m, count), or (m, n − 1) if that is smaller: a sample is not its own neighbour, unless ``own``.
         """
-        count = min(count, self.size - 1)
+        count = min(count, self.size if own else self.size - 1)
         if count < 1:
             return places.new_zeros(len(places), 0)
         cosines = F.normalize(embeddings, dim=1) @ self.directions.T
-        return cosines.scatter_(1, places[:, None], -torch.inf).topk(count, dim=1).indices
+        if not own:
+            cosines.scatter_(1, places[:, None], -torch.inf)
+        return cosines.topk(count, dim=1).indices
 
     @torch.no_grad()
     def write(self, places: Tensor, embeddings: Tensor, logs: Tensor, counts: Tensor) -> None:
@@ -207,6 +211,12 @@ class GSFDAConfig(CopiesConfig, SourceFreeConfig):
     slots: int = switch(5, "domains with their own mask, including the source; later ones share the last", minimum=1)
     sparsity: float = switch(0.1, "ρ, weight of the masks' mean on the source", minimum=0)
     neighbours: int = switch(3, "k, nearest images to agree with; 0: diversity alone", minimum=0)
+    source_masks: Literal["annealed", "sharp"] = switch(
+        "annealed", "scale s of masks on the source: growing, or 100 at once (published code)", hash_default=False
+    )
+    self_neighbour: bool = switch(
+        False, "an image's own last entry may be its neighbour (published code)", hash_default=False
+    )
 
 
 class GSFDA(CopyingMethod):
@@ -281,7 +291,7 @@ class GSFDASourcePhase(PseudoLabelPhase):
             embedding = self._copies.learn_all(batch.images).embedding
         labels = batch.labels.repeat(len(embedding) // self.batch)
         scale = annealed_scale(self._done / max(self.steps - 1, 1))
-        masks = domain_masks(vectors, scale)
+        masks = domain_masks(vectors, scale if config.source_masks == "annealed" else SHARPEST)
         logits = scores((masks[:, None] * embedding).flatten(0, 1), self.network.prototypes)
         # Σ_t CE(W(z ⊙ a_t), y) + ρ·mean(a)
         ce = F.cross_entropy(logits, labels.repeat(config.slots), label_smoothing=config.smoothing)
@@ -344,7 +354,8 @@ class GSFDAPhase(PseudoLabelPhase):
         output, valid = self._copies.learn_confident(batch.images)
         logs = output.logits.log_softmax(dim=1)
         embedding = output.embedding[: self.batch].detach()
-        near = self._bank.nearest(embedding, batch.places, self._config.neighbours)
+        config = self._config
+        near = self._bank.nearest(embedding, batch.places, config.neighbours, own=config.self_neighbour)
         terms = self._losses(batch, logs, self._bank.logs[near], valid)
         if self._beside:
             stored = self.batches.draw_memory(self.memory, self.batch)
