@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +168,74 @@ class TestDual:
         plain.fit_source(source)
         for name, tensor in plain.network.state_dict().items():
             torch.testing.assert_close(method.network.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def plain_dual_loss(method, count):
+    """The method's dual loss, after a check of its value: that of the last pass, of its first rows alone."""
+
+    def checked(results, labels):
+        assert len(results) == 6  # three of the pass that asks for confidence
+        expected = F.cross_entropy(method.heads[2](results[5].plus[:count]), labels)
+        for head, result in zip(method.heads, results[3:], strict=True):
+            predictions = [head(part[:count]).softmax(dim=1) for part in result]
+            own, plus, minus = (-(p * p.log()).sum(dim=1).mean() for p in predictions)
+            expected = expected + F.softplus(plus - own) + F.softplus(own - minus)
+        torch.testing.assert_close(method.dual_loss(results, labels), expected)
+        return expected
+
+    return checked
+
+
+class TestCopies:
+    """RandMix, off by default."""
+
+    CHANGES: ClassVar = {"augment": True, "r_con": 0.3, "dual_weight": 0.01}
+
+    def begin(self, *, target):
+        """A phase that has begun, and what its network was given and gave in its passes in training mode."""
+        method, source, targets = build_method(**self.CHANGES)
+        (phase,) = method.target_phases(targets[0]) if target else method.source_phases(source)
+        phase.begin()
+        phase.begin_epoch(0)
+        passes, draw, batches = [], phase.batches.draw, []
+        method.network.register_forward_hook(
+            lambda module, inputs, output: passes.append((inputs[0], output)) if module.training else None
+        )
+        phase.batches.draw = lambda count: batches.append(draw(count)) or batches[-1]
+        return method, phase, passes, batches
+
+    def test_all_images_of_the_source_have_one_with_their_label(self):
+        _, phase, passes, batches = self.begin(target=False)
+        step = phase.step()
+        ((images, output),), (batch,) = passes, batches
+        assert torch.equal(images[: TINY["batch"]], batch.images)
+        assert not torch.equal(images[TINY["batch"] :], batch.images)
+        targets = 0.9 * F.one_hot(torch.cat([batch.labels, batch.labels]), 4) + 0.1 / 4
+        torch.testing.assert_close(step["ce"], -(targets * output.logits.log_softmax(dim=1)).sum(dim=1).mean())
+
+    def test_confident_target_images_have_one_that_counts_for_cross_entropy_alone(self, monkeypatch):
+        method, phase, passes, batches = self.begin(target=True)
+        confidence = method.network.eval()(method.scaling(phase.batches.images)).logits.softmax(dim=1).amax(dim=1)
+        phase._copies._r_con = confidence.median().item()
+        monkeypatch.setattr(phase, "_dual_loss", plain_dual_loss(method, TINY["batch"]))
+        step = phase.step()
+        ((rows, output),), (batch,) = passes, batches
+        count, p = TINY["batch"], output.logits.softmax(dim=1)
+        some = confidence[batch.places] > phase._copies._r_con
+        assert 0 < some.sum() < count
+        assert torch.equal((rows[count:] != batch.images).flatten(1).any(dim=1), some)
+        own = -p[:count].log()[torch.arange(count), batch.labels]
+        copied = -p[count:].log()[torch.arange(count), batch.labels][some]
+        torch.testing.assert_close(step["ce"], 0.1 * torch.cat([own, copied]).mean())
+        torch.testing.assert_close(step["im"], information_maximisation(output.logits[:count]))
+
+    def test_runs_without_have_the_hash_they_had(self):
+        plain = toy_plan("snr")
+        assert not any(name.startswith(("augment", "r_con", "randmix")) for name in plain.decisions()["switches"])
+        changed = toy_plan("snr", changes={"augment": True, "randmix.tanh": False})
+        assert changed.decisions()["switches"].items() >= {"augment": True, "randmix.tanh": False}.items()
+        assert "randmix.init" not in changed.decisions()["switches"]
+        assert changed.digest() != plain.digest()
 
 
 @pytest.mark.parametrize(("replay", "some"), [("union", True), ("none", False)])

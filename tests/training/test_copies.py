@@ -15,7 +15,7 @@ from ratp.runs.events import StageFinished
 from ratp.runs.run import Run
 from ratp.training.phase import train
 
-COPYING = pytest.mark.parametrize("method", ["shot", "pcl", "gsfda"])
+COPYING = pytest.mark.parametrize("method", ["shot", "pcl", "gsfda", "snr"])
 
 
 def build_method(method, **changes):

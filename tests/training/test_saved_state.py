@@ -29,7 +29,7 @@ VARIANTS = [
     ("gsfda", {**COPIES, "replay": "separate", "source_masks": "sharp", "self_neighbour": True}),
     ("bmd", {"extractor": True, "dynamic_gradient": True}),
     ("aucid", {"replay": "none"}),
-    ("snr", {"dual_weight": 0.01}),
+    ("snr", {**COPIES, "dual_weight": 0.01}),
     ("pcl", COPIES),
     ("pden", {"source_generators": 2, "target_generators": 2, "frozen": 0.5, "epochs": 4}),
     ("adabn", {"eval_bn": "running"}),

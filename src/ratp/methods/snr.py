@@ -15,6 +15,8 @@ As in RaTP's comparison, the network is trained the way SHOT (ICML 2020) trains 
 * Source stage: cross-entropy with smoothed labels.
 * Target stage: the classifier is frozen. Loss: β·cross-entropy with SHOT's pseudo-labels, updated every epoch, and
   information maximisation; batches mix target and memory.
+* ``augment`` adds RandMix, as RaTP's ablation does for other methods: copies of all source images, and of target images
+  that the model is confident about, learn by cross-entropy. The other losses are those of the images alone.
 
 Deviations: the dual restitution loss is off, because RaTP's comparison mentions the modules and SHOT only
 (``dual_weight``; the original has 0.01). Optimiser and trained BatchNorm are those of SHOT here, not the original's
@@ -35,10 +37,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.config import switch
-from ratp.functional.losses import information_maximisation, logit_entropy
+from ratp.functional.losses import cross_entropy, information_maximisation, logit_entropy
 from ratp.functional.optim import Group, SGDConfig
 from ratp.methods.shared.insertion import insert_after
 from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
+from ratp.methods.shared.randmix_copies import CopyingMethod, LaterCopiesConfig
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
 
@@ -119,7 +122,7 @@ def dual_restitution(logits: Restitution) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SNRConfig:
+class SNRConfig(LaterCopiesConfig):
     """Switches of SNR. Defaults: those SHOT has here for DTN."""
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
@@ -132,7 +135,7 @@ class SNRConfig:
     replay: Literal["union", "none"] = switch("union", "batches from target and memory together, or no replay")
 
 
-class SNR(PseudoLabelMethod):
+class SNR(CopyingMethod, PseudoLabelMethod):
     """Normalises the style of feature maps; trains as SHOT."""
 
     name = "snr"
@@ -154,7 +157,7 @@ class SNR(PseudoLabelMethod):
                 classes = len(setting.classes)
                 heads = (nn.Linear(len(module.weight), classes) for module in self.modules)
                 self.heads = nn.ModuleList(heads).to(setting.device)
-                self.extras = {"heads": self.heads}
+                self.extras = {"heads": self.heads, **self.extras}
 
     def phases(self, images: Tensor, labels: Tensor | None) -> Sequence[Phase]:
         """Returns one phase."""
@@ -171,11 +174,14 @@ class SNR(PseudoLabelMethod):
         return [(pretrained, self.config.backbone_rate), (head, 1.0)]
 
     def dual_loss(self, results: Sequence[Restitution], labels: Tensor) -> Tensor:
-        """Sums the dual restitution losses of all modules and the cross-entropy of the last one's head."""
+        """Sums the dual restitution losses of all modules and the cross-entropy of the last one's head.
+
+        ``results`` are those of one or more passes; of the last one, the rows that have labels count.
+        """
         assert self.heads is not None
         terms, last = [], results[-1].plus
-        for head, result in zip(self.heads, results, strict=True):
-            logits = Restitution(*(head(part.float()) for part in result))
+        for head, result in zip(self.heads, results[-len(self.heads) :], strict=True):
+            logits = Restitution(*(head(part[: len(labels)].float()) for part in result))
             terms.append(dual_restitution(logits))
             last = logits.plus
         return torch.stack([*terms, F.cross_entropy(last, labels)]).sum()
@@ -186,21 +192,27 @@ class SNRPhase(PseudoLabelPhase):
 
     def __init__(self, method: SNR, images: Tensor, labels: Tensor | None) -> None:
         config, optimiser = method.config, method.optimiser(method.groups(classifier=labels is not None))
-        super().__init__(method, images, labels, optimiser)
+        self._copies = method.copies()
+        super().__init__(method, images, labels, optimiser, generators=self._copies.generators)
         self._config, self._dual_loss = config, method.dual_loss
 
     def step(self) -> dict[str, Tensor]:
-        """Updates the network once on a batch."""
+        """Updates the network once on a batch and its RandMix copies, if any."""
         config = self._config
         batch = self.batches.draw(self.batch)
-        self.network.train()
         results: list[Restitution] = []
         with restitutions(self.network, results) if config.dual_weight else nullcontext():
-            logits = self.network(batch.images).logits
+            if self.is_target:
+                output, valid = self._copies.learn_confident(batch.images)
+            else:
+                output, valid = self._copies.learn_all(batch.images), None
+        logits, count = output.logits, len(batch.labels)
+        labels = batch.labels.repeat(len(logits) // count)
         if self.is_target:
-            terms = {"ce": config.beta * F.cross_entropy(logits, batch.labels), "im": information_maximisation(logits)}
+            ce = config.beta * cross_entropy(logits, labels, valid)
+            terms = {"ce": ce, "im": information_maximisation(logits[:count])}
         else:
-            terms = {"ce": F.cross_entropy(logits, batch.labels, label_smoothing=config.smoothing)}
+            terms = {"ce": F.cross_entropy(logits, labels, label_smoothing=config.smoothing)}
         if config.dual_weight:
             terms["dual"] = config.dual_weight * self._dual_loss(results, batch.labels)
         return self.minimise(terms)

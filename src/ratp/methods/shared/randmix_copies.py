@@ -20,14 +20,27 @@ from ratp.networks.network import Output
 from ratp.training.method import Setting
 from ratp.training.phases import NetworkMethod
 
+AUGMENT = "RandMix copies of source images and of confident target images"
+R_CON = "confidence above which a target image gets a copy"
+RANDMIX = "augmentation, if augment is on"
+
 
 @dataclass(frozen=True)
 class CopiesConfig:
     """Switches of the copies."""
 
-    augment: bool = switch(False, "RandMix copies of source images and of confident target images")
-    r_con: float = switch(0.8, "confidence above which a target image gets a copy", minimum=0, maximum=1)
-    randmix: RandMixConfig = switch(RandMixConfig(), "augmentation, if augment is on")
+    augment: bool = switch(False, AUGMENT)
+    r_con: float = switch(0.8, R_CON, minimum=0, maximum=1)
+    randmix: RandMixConfig = switch(RandMixConfig(), RANDMIX)
+
+
+@dataclass(frozen=True)
+class LaterCopiesConfig(CopiesConfig):
+    """The same for a method that had no copies at first: the hashes of its runs without copies stay valid."""
+
+    augment: bool = switch(False, AUGMENT, hash_default=False)
+    r_con: float = switch(0.8, R_CON, minimum=0, maximum=1, hash_default=False)
+    randmix: RandMixConfig = switch(RandMixConfig(), RANDMIX, hash_default=False)
 
 
 class Copies:
