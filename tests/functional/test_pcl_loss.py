@@ -42,6 +42,19 @@ def test_it_is_its_definition(seed, scale):
     torch.testing.assert_close(proxy_contrastive(*case, scale), written_out(*case, scale))
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_positives_in_the_order_of_classes_fit_sorted_labels_alone(in_order):
+    """The published code has them so, beside negatives in the order of the batch."""
+    features, labels, proxies = random_case()
+    labels = labels.sort().values if in_order else labels
+    unit, directions = (each / each.norm(dim=1, keepdim=True) for each in (features, proxies))
+    own = (unit * directions[labels]).sum(dim=1)[labels.argsort(stable=True)]
+    cosines = unit @ unit.T
+    cosines[(labels[:, None] == labels) | (cosines < 1e-6)] = -torch.inf
+    published = torch.logaddexp(12 * own, (12 * cosines).logsumexp(dim=1)) - 12 * own
+    assert torch.allclose(proxy_contrastive(features, labels, proxies), published) is in_order
+
+
 def test_a_single_class_has_no_loss():
     features, _, proxies = random_case()
     labels = torch.full((9,), 2)

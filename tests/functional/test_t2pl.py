@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import plain
 from ratp.functional.pseudo_labels import T2PLConfig, t2pl
@@ -208,6 +209,20 @@ class TestClassWithoutTopSamples:
         np.testing.assert_allclose(found.centroids.numpy(), expected.centroids, rtol=1e-4, atol=1e-5)
         assert found.labels.tolist() == [0] * 5 + [1] * 3 + [2] * 3
         assert expected.possible_labels() == [{label} for label in found.labels.tolist()]
+
+
+class TestClassWithoutSamples:
+    """Class 2 is predicted for one sample, yet its soft centroid is nearest to no sample at all."""
+
+    def test_it_takes_part_in_the_second_round_all_the_same(self):
+        """The published code then drops it."""
+        features, probabilities = TestClassWithoutTopSamples.FEATURES[:8], TestClassWithoutTopSamples.PROBABILITIES[:8]
+        found = label(features, probabilities, r_top=1, r_knn=20)
+        cosines = features.float() @ F.normalize(found.soft_centroids.float(), dim=1).T
+        assert cosines.argmax(dim=1).tolist() == [0] * 5 + [1] * 3
+        assert found.assignable.all()
+        torch.testing.assert_close(found.centroids[2], found.soft_centroids[2])
+        assert 2 in found.labels
 
 
 class TestClassWithoutProbability:

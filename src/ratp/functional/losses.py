@@ -225,7 +225,9 @@ def proxy_contrastive(
     with features f, shape (n, d), and proxies w of all classes, shape (k, d), both scaled to unit length here, and
     scale s; 0 where no sample of another class is near. Unlike in :func:`prototype_contrastive`, other proxies do not
     repel; unlike in :func:`supervised_contrastive`, samples of the same class do not attract. As in the published code,
-    only pairs with a positive cosine repel. Samples that do not count repel none and have no loss.
+    only pairs with a positive cosine repel. Its positives are in the order of classes and its negatives in that of the
+    batch, so the two fit only if labels are sorted; here they always do. Samples that do not count repel none and have
+    no loss.
     """
     dtype = torch.promote_types(features.dtype, torch.float32)
     features, proxies = F.normalize(features.to(dtype), dim=1), F.normalize(proxies.to(dtype), dim=1)

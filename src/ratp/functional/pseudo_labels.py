@@ -221,6 +221,9 @@ def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int
     The most reliable samples per class are selected twice: first by confidence, to compute class centroids, then by
     similarity to these centroids, to fit a k-nearest-neighbour classifier that labels every sample.
 
+    In both rounds the same classes can be assigned. In the published code, the second round drops those that the first
+    one assigns to no sample, and the first one assigns to top samples only classes predicted for some of them.
+
     Args:
         features: f, shape (n, d).
         probabilities: Softmax rows g, shape (n, k).

@@ -13,6 +13,10 @@ Deviations from the published code, all because the compared methods share one r
 trained BatchNorm instead of frozen statistics, no dropout in the bottleneck, no weight averaging (SWAD), and batches
 from the union of the domains instead of equal parts of each. Both projections start uniform in ±1/√d and take no part
 in predictions.
+
+Another deviation: each sample has the proxy of its own class and the samples of other classes in one term, as in the
+paper. The published code lists the cosines to own proxies class by class and the rest in the order of the batch, so a
+batch that is not sorted by label joins the cosine of one sample with the negatives of another.
 """
 
 from __future__ import annotations

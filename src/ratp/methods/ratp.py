@@ -18,9 +18,13 @@ out: switches ``labelling``, ``alignment`` and ``augment``.
 
 The paper and its published code differ in many places. Each difference that changes behaviour is a switch of
 :class:`RaTPConfig`, numbered by its row in ``docs/ratp.md``. The defaults follow the published code (preset
-``official``), the preset ``paper`` follows the text. Three deviations from both are always in force: in T2PL, a class
-without top samples keeps its soft centroid (the code divides by zero); no image enters the memory twice (the code
-repeats images of small classes); and images are drawn on the device.
+``official``), the preset ``paper`` follows the text. Four deviations from both are always in force: in T2PL, a class
+without top samples keeps its soft centroid (the code divides by zero), and both rounds have the same classes (the code
+drops those that the first one assigns to no image); no image enters the memory twice (the code repeats images of small
+classes); and images are drawn on the device.
+
+For one source and one target, the paper leaves out memory, distillation and, in PCA's numerator, the old prototypes;
+of its denominator it says nothing. ``pca.old_weight=0`` leaves them out of both.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ The network's classifier holds the adjusted rows, so its weights alone predict; 
 running statistics. ``exemplars`` adds the memory to the supports, with stored labels and entropy 0: exemplars then come
 first, and M of them per class leave no room for others.
 
-Deviations from the published code: M = 0 keeps all supports (its "all" drops the worst of each class on every call); a
-row of W supports its own class whatever W predicts for it, so every class has a support. Batches have the recipe's
-size (32 in the paper). M is 20; the paper selects it by validation on the source.
+Deviations from the published code: M = 0 keeps all supports (its filter_K = −1, meant to, drops the worst of each class
+on every call); a row of W supports its own class whatever W predicts for it, so every class has a support. Batches
+have the recipe's size (32 in the paper). M is 20; the paper selects it by validation on the source.
 """
 
 from __future__ import annotations
