@@ -10,11 +10,15 @@ from helpers import same_tensors, toy_plan
 from ratp.config import override
 from ratp.functional.optim import SGDConfig
 from ratp.methods.shared.source_free import SourceFreeConfig
+from read_back import ReadBack
 
 FAMILY = ("shot", "shot+", "shot++", "gsfda", "bmd")
 OWN = {"momentum": 0.9, "weight_decay": 1e-3, "schedule": "per-step", "nesterov": True}
 ON_SOURCE = {f"source_sgd.{name}": value for name, value in OWN.items()}
 EVERYWHERE = {f"sgd.{name}": value for name, value in OWN.items()}
+
+
+OWN_HEAD = {"network.bottleneck": "one", "network.bias": True, "network.weight_norm": True}
 
 
 class TestSourceOptimiser:
@@ -46,3 +50,129 @@ class TestSourceOptimiser:
             one.load_state(trained)
             one.adapt(targets[0])
         assert same_tensors(plain.state(), method.state())
+
+
+class TestGSFDA:
+    def test_one_layer_is_masked_after_batch_norm(self):
+        method, _, targets = checks.build_method("gsfda", **OWN_HEAD)
+        method.gate.slot.fill_(1)
+        linear, norm, _, gate = method.network.bottleneck
+        assert gate is method.gate
+        images = method.scaling(targets[0].images[:8])
+        with torch.no_grad():
+            output = method.network.eval()(images)
+            # the running statistics are still 0 and 1
+            normed = linear(method.network.features(images)) / (1 + norm.eps) ** 0.5 * norm.weight + norm.bias
+            embedding = normed * torch.sigmoid(100 * gate.domains[1])
+            logits = embedding @ method.network.prototypes.T + method.network.classifier.bias
+        torch.testing.assert_close(output.embedding, embedding)
+        torch.testing.assert_close(output.logits, logits)
+
+    def test_channels_used_elsewhere_stay_and_the_others_take_a_plain_step(self):
+        changes = {"replay": "none", "sgd.weight_decay": 0.1, "sgd.momentum": 0.9}
+        method, source, targets = checks.build_method("gsfda", **OWN_HEAD, **changes)
+        method.fit_source(source)
+        used = torch.tensor([1.0, 1, 1, 1, 0, 0])
+        with torch.no_grad():
+            method.gate.domains.copy_(torch.stack([2 * used - 1, *[-torch.ones(6)] * 3]))
+            method.gate.domains[1, 3:] = 1  # its own mask keeps no channel of others from anything
+        network, classifier = method.network, method.network.classifier
+        (phase,) = method.target_phases(targets[0])
+        phase.begin()
+        phase.begin_epoch(0)
+        assert phase._free.item() == pytest.approx(2 / 6)
+        linear, norm = network.bottleneck[0], network.bottleneck[1]
+        rows = [linear.weight, linear.bias, norm.weight, norm.bias]
+        others = [classifier.direction, classifier.length, classifier.bias]
+        before = [p.detach().clone() for p in (*rows, *others)]
+
+        # one step by hand: (1 − a)·(∇L + λθ), lengths and bias without 1 − a
+        twin = phase.batches.draw
+        drawn = []
+        phase.batches.draw = lambda count: drawn.append(twin(count)) or drawn[-1]
+        generators = [g.get_state() for g in phase.generators]
+        statistics = checks.snapshot(network.state_dict())
+        bank = [phase._bank._directions.clone(), phase._bank._logs.clone()]
+        phase.step()
+        after = [p.detach().clone() for p in (*rows, *others)]
+        for g, state in zip(phase.generators, generators, strict=True):
+            g.set_state(state)
+        network.load_state_dict(statistics)
+        phase._bank._directions.copy_(bank[0])
+        phase._bank._logs.copy_(bank[1])
+        batch = twin(phase.batch)
+        assert torch.equal(batch.images, drawn[0].images)
+        output = network.train()(batch.images)
+        logs = output.logits.log_softmax(dim=1)
+        near = phase._bank.nearest(output.embedding.detach(), batch.places, method.config.neighbours)
+        agreement = (logs[:, None].exp() * phase._bank.logs[near].exp()).sum(dim=2).log().sum(dim=1)
+        mean = logs.exp().mean(dim=0)
+        loss = -agreement.mean() + (mean * (mean + 1e-5).log()).sum()
+        gradients = torch.autograd.grad(loss, [*rows, *others])
+        free = 1 - used
+        shares = [free[:, None], free, free, free, free[None, :], 1.0, 1.0]
+        rate = method.setting.recipe.lr
+        for old, new, gradient, share in zip(before, after, gradients, shares, strict=True):
+            expected = old - rate * share * (gradient + 0.1 * old)
+            torch.testing.assert_close(new, expected, rtol=1e-4, atol=1e-6)
+        assert torch.equal(after[0][:4], before[0][:4])
+        assert torch.equal(after[4][:, :4], before[4][:, :4])
+        assert not torch.equal(after[0][4:], before[0][4:])
+
+    def test_steps_can_be_captured(self):
+        method, source, targets = checks.build_method("gsfda", **OWN_HEAD)
+        method.fit_source(source)
+        (phase,) = method.target_phases(targets[0])
+        phase.begin()
+        phase.begin_epoch(0)
+        phase.step()
+        with ReadBack():
+            phase.step()
+
+
+class TestL2D:
+    def test_one_layer_has_both_heads_on_the_features(self):
+        method, _, targets = checks.build_method("l2d", **OWN_HEAD, spread=0.0)
+        network = method.network.eval()
+        images = method.scaling(targets[0].images[:8])
+        with torch.no_grad():
+            found = method.encode(images, torch.Generator())
+            features, plain = network.features(images), network(images)
+        variance = features @ method.variance.weight.T + method.variance.bias
+        torch.testing.assert_close(found.log_variance, variance.relu())
+        assert torch.equal(found.mean, plain.embedding)
+        assert torch.equal(found.embedding, plain.embedding)
+        assert torch.equal(found.logits, plain.logits)
+
+
+class TestSHOTPlusPlus:
+    def test_a_new_classifier_begins_as_one_with_weight_norm(self):
+        method, source, targets = checks.build_method("shot++", **OWN_HEAD, **{"mixmatch.new_classifier": True})
+        method.fit_source(source)
+        *_, mixmatch = method.target_phases(targets[0])
+        network = method.network
+        before = network.prototypes.detach().clone()
+        assert network.classifier.bias.any()
+        mixmatch.begin()
+        mixmatch.begin_epoch(0)
+        assert not network.classifier.bias.any()
+        assert not torch.equal(network.prototypes, before)
+        assert network.prototypes.abs().max() <= network.config.dim**-0.5
+        torch.testing.assert_close(network.prototypes, network.classifier.direction)
+
+
+def test_the_mixture_of_aucid_is_classified_with_the_bias():
+    method, source, targets = checks.build_method("aucid", **OWN_HEAD)
+    method.fit_source(source)
+    (phase,) = method.target_phases(targets[0])
+    phase.begin()
+    phase.begin_epoch(0)
+    state = phase._points.get_state()
+    with torch.no_grad():
+        each = -(-method.config.samples * phase.batch // len(phase._mixture.components))
+        points, classes = phase._mixture.sample(each, phase._points)
+        network = method.network
+        logits = points @ network.prototypes.T + network.classifier.bias
+        expected = torch.nn.functional.cross_entropy(logits, classes)
+    phase._points.set_state(state)
+    torch.testing.assert_close(phase.step()["mixture"], expected)

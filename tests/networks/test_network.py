@@ -2,11 +2,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from helpers import all_finite, each_method, toy_method, toy_plan
 from ratp._core.environment import Randomness
 from ratp.errors import ConfigError
+from ratp.functional.optim import SGDConfig, StageSGD
 from ratp.networks.backbones import ChannelDropout
 from ratp.networks.network import Network, NetworkConfig, check_network
 
@@ -97,17 +100,96 @@ class TestOneLayer:
         assert not (network(torch.randn(4, 3, 64, 64)).embedding == 0).any()
 
     @pytest.mark.parametrize("name", each_method())
-    def test_every_method_learns_with_it_or_says_that_it_cannot(self, name):
-        plan = toy_plan(name, changes={"network.bottleneck": "one"})
-        if name in ("gsfda", "l2d"):
-            with pytest.raises(ConfigError, match=f"{name} needs a bottleneck of two layers"):
-                toy_method(plan)
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_every_method_learns_with_it_and_with_weight_norm(self, name, bias):
+        changes = {"network.bottleneck": "one", "network.weight_norm": True, "network.bias": bias}
+        if name == "t3a" and bias:
+            with pytest.raises(ConfigError, match=r"t3a classifies by rows without a bias: leave network\.bias at"):
+                toy_plan(name, changes=changes)
             return
-        method, source, targets = toy_method(plan)
+        method, source, targets = toy_method(toy_plan(name, changes=changes))
+        before = {key: tensor.clone() for key, tensor in method.state().items()}
         method.fit_source(source)
+        trained = ["direction", "length"] + (["bias"] if bias else [])
+        for key in (f"classifier.{part}" for part in trained):
+            old, new = (next(t for k, t in state.items() if k.endswith(key)) for state in (before, method.state()))
+            assert not torch.equal(old, new), key
         if not method.uses_target_labels(method.config):
             method.adapt(targets[0].unlabelled())
         assert all_finite(method.state())
+
+
+class TestClassifier:
+    """Bias and weight norm, against torch's own layers."""
+
+    @pytest.mark.parametrize("weight_norm", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_logits_and_gradients(self, bias, weight_norm):
+        network = make(width=0.1, dim=8, bias=bias, weight_norm=weight_norm)
+        plain = torch.nn.Linear(8, 10, bias=bias)
+        rows, shift = torch.randn(10, 8), torch.randn(10)
+        network.set_prototypes(rows)
+        with torch.no_grad():
+            plain.weight.copy_(rows)
+            if bias:
+                plain.bias.copy_(shift)
+                network.classifier.bias.copy_(shift)
+        if weight_norm:
+            plain = parametrizations.weight_norm(plain)
+        z, w = torch.randn(5, 8), torch.randn(5, 10)
+        torch.testing.assert_close(network.prototypes, plain.weight)
+        torch.testing.assert_close(network.classify(z), plain(z))
+        parts = (
+            [network.classifier.length, network.classifier.direction] if weight_norm else [network.classifier.weight]
+        )
+        own = torch.autograd.grad((network.classify(z) * w).sum(), parts)
+        # torch's are called original0 and original1, lengths (n, 1) before directions
+        theirs = [p for name, p in plain.named_parameters() if name != "bias"]
+        for one, other in zip(own, torch.autograd.grad((plain(z) * w).sum(), theirs), strict=True):
+            torch.testing.assert_close(one, other.reshape(one.shape))
+        if bias:
+            gradient = torch.autograd.grad((network.classify(z) * w).sum(), [network.classifier.bias])[0]
+            torch.testing.assert_close(gradient, w.sum(dim=0))
+
+    def test_a_step_of_sgd_moves_lengths_and_directions_as_with_torch(self):
+        network = make(width=0.1, dim=8, bias=True, weight_norm=True)
+        plain = parametrizations.weight_norm(torch.nn.Linear(8, 10))
+        plain.load_state_dict(
+            {
+                "bias": network.classifier.bias.detach(),
+                "parametrizations.weight.original0": network.classifier.length.detach()[:, None],
+                "parametrizations.weight.original1": network.classifier.direction.detach(),
+            }
+        )
+        config = {"momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}
+        ours = StageSGD(network.classifier.parameters(), 0.5, 3, SGDConfig(schedule="constant", **config))
+        theirs = torch.optim.SGD(plain.parameters(), 0.5, **config)
+        for _ in range(3):
+            z, labels = torch.randn(16, 8), torch.randint(10, (16,))
+            ours.minimise(F.cross_entropy(network.classify(z), labels))
+            theirs.zero_grad()
+            F.cross_entropy(plain(z), labels).backward()
+            theirs.step()
+        torch.testing.assert_close(network.prototypes, plain.weight)
+
+    def test_it_begins_as_long_as_it_is_and_without_bias(self):
+        network = make(width=0.1, dim=8, bias=True, weight_norm=True)
+        torch.testing.assert_close(network.prototypes, network.classifier.direction)
+        assert network.prototypes.abs().max() <= 1 / math.sqrt(8)
+        assert not network.classifier.bias.any()
+        assert not make(width=0.1, dim=8, bias=True).classifier.bias.any()
+
+    def test_a_frozen_copy_stays_and_has_no_gradient(self):
+        network = make(width=0.1, dim=8, bias=True, weight_norm=True).eval()
+        copy, images = network.frozen_copy(), make_images()
+        before = copy(images).logits
+        with torch.no_grad():
+            network.classifier.length.mul_(2)
+        assert torch.equal(copy(images).logits, before)
+        assert not before.requires_grad
+        copy.load_state_dict(network.state_dict())
+        with torch.no_grad():
+            assert torch.equal(copy(images).logits, network(images).logits)
 
 
 class TestCheck:

@@ -244,6 +244,8 @@ class TestFingerprint:
         plan = resolve(RunRequest(method=method, device="cpu"))
         seen = {self.fingerprint(plan, stream)}
         values = {s.name: s for part in (plan.recipe, plan.config) for s in switches(part)}
+        if method == "t3a":
+            del values["network.bias"]  # refused
         for name, switch in values.items():
             kind = switch.kind.removesuffix(" or none")
             others = kind.removeprefix("one of ").split(", ")

@@ -17,6 +17,7 @@ from ratp.training.phase import Progress, Tick, load_stage, save_stage, train
 
 SIZES = {"epochs": 2, "steps": 2}
 COPIES = {"augment": True, "r_con": 0.2}
+OWN_HEAD = {"network.bottleneck": "one", "network.bias": True, "network.weight_norm": True}
 # Switches that add state, or keep it elsewhere.
 VARIANTS = [
     ("ratp", {"preset": "paper"}),
@@ -24,17 +25,21 @@ VARIANTS = [
     ("ratp", {"labelling": "truth"}),
     ("ratp", {"memory.replay": "separate", "sgd.schedule": "per-step"}),
     ("shot", {**COPIES, "sgd.momentum": 0.9}),
+    ("shot", {**OWN_HEAD, "source_sgd.momentum": 0.9}),
     ("shot+", {"gamma": 0}),
     ("shot++", {"mixmatch.new_classifier": True, "replay": "separate"}),
+    ("shot++", {**OWN_HEAD, "mixmatch.new_classifier": True}),
     ("gsfda", {**COPIES, "replay": "separate", "source_masks": "sharp", "self_neighbour": True}),
     ("bmd", {"extractor": True, "dynamic_gradient": True}),
     ("aucid", {"replay": "none"}),
     ("snr", {**COPIES, "dual_weight": 0.01}),
     ("pcl", COPIES),
+    ("l2d", OWN_HEAD),
     ("pden", {"source_generators": 2, "target_generators": 2, "frozen": 0.5, "epochs": 4}),
     ("adabn", {"eval_bn": "running"}),
     ("tent", {"step.optimiser": "sgd"}),
     ("t3a", {"exemplars": True, "reset": True}),
+    ("t3a", {"network.weight_norm": True}),
     ("eata", {"weighted": False}),
     ("cotta", {"step.optimiser": "sgd"}),
     ("adacon", {"first_look": False, "decay": "constant", "reset": True}),

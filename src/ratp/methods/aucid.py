@@ -44,7 +44,6 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.functional.losses import scores
 from ratp.functional.numerics import ranks_within
 from ratp.functional.optim import Adam, SGDConfig
 from ratp.training.method import Setting, pack, unpack
@@ -300,7 +299,7 @@ class AuCIDPhase(NetworkPhase):
         if self._mixture is not None:
             each = -(-config.samples * self.batch // len(self._mixture.components))
             points, classes = self._mixture.sample(each, self._points)
-            terms["mixture"] = F.cross_entropy(scores(points, network.prototypes), classes)
+            terms["mixture"] = F.cross_entropy(network.classify(points), classes)
             sets.append(points)
         if self._replays:
             stored = self.batches.draw_memory(self.memory, self.batch)

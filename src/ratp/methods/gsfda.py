@@ -29,7 +29,9 @@ Deviations from the published code:
 * An image is not its own neighbour. In the original, the line that should ensure this changes a copy, so an image's
   own last entry is mostly its first neighbour (``self_neighbour``).
 * The bottleneck has two layers: the mask applies to the last one's output, and 1 − a to the last one's rows and the
-  classifier's columns. It scales weight decay as well: a channel used elsewhere does not change.
+  classifier's columns. It scales weight decay as well: a channel used elsewhere does not change. With
+  ``network.bottleneck`` one, mask and 1 − a apply to linear layer and BatchNorm, as in the original; with
+  ``network.weight_norm``, 1 − a applies to the directions of prototypes, not to their lengths, as in the original.
 * BatchNorm layers are selected by type (the original selects by name and misses some). Masks do not learn on
   targets, where their gradient is close to zero.
 * Agreement is computed from logarithms, which are finite for any prediction.
@@ -53,13 +55,12 @@ from torch import Tensor, nn
 from ratp._core.state import Stateful
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.functional.losses import entropy, mean_over, scores
+from ratp.functional.losses import entropy, mean_over
 from ratp.functional.norm import affine_parameters
 from ratp.functional.optim import Group
 from ratp.methods.shared.pseudo_labels import PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
 from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, all_groups
-from ratp.networks.network import check_two_layers
 from ratp.training.memory import Batch
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
@@ -101,18 +102,19 @@ def used_elsewhere(masks: Tensor, slot: int) -> Tensor:
     return others.amax(dim=0) if len(others) else torch.zeros_like(masks[0])
 
 
-class MaskedLinear(nn.Linear):
-    """A linear layer whose output is multiplied by a domain's mask."""
+class Gate(nn.Module):
+    """Multiplies an embedding by a domain's mask."""
 
     slot: Tensor  # index of the mask in use, shape (1,)
 
-    def __init__(self, linear: nn.Linear, slots: int) -> None:
-        """Takes over the weights of ``linear``; draws masks from torch's generator, on the host."""
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        device = linear.weight.device
+    def __init__(self, dim: int, slots: int, device: torch.device) -> None:
+        """Draws masks from torch's generator, on the host."""
+        super().__init__()
+        self._add_masks(dim, slots, device)
+
+    def _add_masks(self, dim: int, slots: int, device: torch.device) -> None:
         # e, one row per domain, shape (slots, d)
-        self.domains = nn.Parameter(torch.randn(slots, linear.out_features).to(device))
+        self.domains = nn.Parameter(torch.randn(slots, dim).to(device))
         self.register_buffer("slot", torch.zeros(1, dtype=torch.int64, device=device))
         self._masked = True
 
@@ -122,9 +124,8 @@ class MaskedLinear(nn.Linear):
         return domain_masks(self.domains.index_select(0, self.slot))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes (x·Wᵀ + b) ⊙ a."""
-        output = F.linear(x, self.weight, self.bias)
-        return output * self.mask if self._masked else output
+        """Computes x ⊙ a."""
+        return x * self.mask if self._masked else x
 
     @contextmanager
     def unmasked(self) -> Iterator[None]:
@@ -144,6 +145,20 @@ class MaskedLinear(nn.Linear):
             yield
         finally:
             self.slot.copy_(before)
+
+
+class MaskedLinear(Gate):
+    """A linear layer whose output is multiplied by a domain's mask."""
+
+    def __init__(self, linear: nn.Linear, slots: int) -> None:
+        """Takes over the weights of ``linear``; draws masks like :class:`Gate`."""
+        nn.Module.__init__(self)
+        self.weight, self.bias = linear.weight, linear.bias
+        self._add_masks(linear.out_features, slots, linear.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes (x·Wᵀ + b) ⊙ a."""
+        return super().forward(F.linear(x, self.weight, self.bias))
 
 
 def disagreement(logs: Tensor, neighbours: Tensor) -> Tensor:
@@ -239,12 +254,19 @@ class GSFDA(CopyingMethod):
     config: GSFDAConfig
 
     def __init__(self, setting: Setting, config: GSFDAConfig) -> None:
-        check_two_layers(setting.recipe.network, self.name)
         super().__init__(setting, config)
+        bottleneck, is_one = self.network.bottleneck, setting.recipe.network.bottleneck == "one"
         with setting.randomness.scope("domain attention"):
-            # the bottleneck's last layer, with the masks of all domains
-            self.gate = MaskedLinear(cast(nn.Linear, self.network.bottleneck[3]), config.slots)
-        self.network.bottleneck[3] = self.gate
+            # the masks of all domains: behind the bottleneck's only layer, or in the last of two
+            self.gate: Gate = (
+                Gate(setting.recipe.network.dim, config.slots, setting.device)
+                if is_one
+                else MaskedLinear(cast(nn.Linear, bottleneck[3]), config.slots)
+            )
+        if is_one:
+            bottleneck.append(self.gate)
+        else:
+            bottleneck[3] = self.gate
 
     def slot_of(self, stage: int) -> int:
         """Returns the mask index of a stage's domain."""
@@ -292,7 +314,7 @@ class GSFDASourcePhase(PseudoLabelPhase):
         labels = batch.labels.repeat(len(embedding) // self.batch)
         scale = annealed_scale(self._done / max(self.steps - 1, 1))
         masks = domain_masks(vectors, scale if config.source_masks == "annealed" else SHARPEST)
-        logits = scores((masks[:, None] * embedding).flatten(0, 1), self.network.prototypes)
+        logits = self.network.classify((masks[:, None] * embedding).flatten(0, 1))
         # Σ_t CE(W(z ⊙ a_t), y) + ρ·mean(a)
         ce = F.cross_entropy(logits, labels.repeat(config.slots), label_smoothing=config.smoothing)
         terms = {"ce": config.slots * ce, "sparsity": config.sparsity * masks.mean()}
@@ -316,7 +338,12 @@ class GSFDAPhase(PseudoLabelPhase):
         network, gate, self._slot = method.network, method.gate, method.slot_of(method.stage)
         with torch.no_grad():
             free = 1 - used_elsewhere(domain_masks(gate.domains), self._slot)
-        shares = {gate.weight: free[:, None], gate.bias: free, network.classifier.weight: free[None, :]}
+        # rows and biases of the layers that make the embedding, columns of the classifier, but neither its bias nor
+        # the lengths of weight norm
+        last = [gate] if isinstance(gate, MaskedLinear) else [network.bottleneck[0], network.bottleneck[1]]
+        own = [parameter for layer in last for parameter in layer.parameters() if parameter is not gate.domains]
+        shares = {p: free[:, None] if p.ndim == 2 else free for p in own}
+        shares |= {p: free[None, :] for p in network.classifier.parameters() if p.ndim == 2}
         slow = list(affine_parameters(network.backbone).values())
         fast = [p for p in network.bottleneck.parameters() if p is not gate.domains]
         fast += network.classifier.parameters()

@@ -23,7 +23,7 @@ where 4w, a constant, is the mean squared distance between two different ones of
 Deviations from the published code:
 
 * μ is the bottleneck's output and log σ² = ReLU(linear), a head parallel to its last layer. The original has both on
-  the pooled features, μ through a leaky ReLU.
+  the pooled features, μ through a leaky ReLU; with ``network.bottleneck`` one, both are on the features here too.
 * The style module is sized to the images; the published sizes are for 224 pixels. DTN has the recipe's rate.
 * A class with fewer than two images in a batch is left out of the MMD. In the original such a class makes the MMD NaN,
   and the style module from then on.
@@ -35,18 +35,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from ratp.config import switch
-from ratp.functional.losses import scores, supervised_contrastive
+from ratp.functional.losses import supervised_contrastive
 from ratp.functional.optim import SGDConfig, StageSGD, StepDecaySGD, check_step_decay
 from ratp.functional.style import Blend, StyleModule
 from ratp.methods.shared.pseudo_labels import PseudoLabelMethod, PseudoLabelPhase
-from ratp.networks.network import check_two_layers
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
 
@@ -164,13 +163,14 @@ class L2D(PseudoLabelMethod):
 
     def __init__(self, setting: Setting, config: L2DConfig) -> None:
         check_step_decay(config.sgd, config.decay)
-        check_two_layers(setting.recipe.network, self.name)
         super().__init__(setting, config)
         sizes = setting.recipe.network
         with setting.randomness.scope("style"):
             self.style = StyleModule(setting.image_size, config.kernel_sizes).to(setting.device)
         with setting.randomness.scope("variance"):
-            self.variance = nn.Linear(sizes.hidden, sizes.dim).to(setting.device)
+            first = cast(nn.Linear, self.network.bottleneck[0])
+            inputs = first.out_features if sizes.bottleneck == "two" else first.in_features
+            self.variance = nn.Linear(inputs, sizes.dim).to(setting.device)
         self.extras = {"style": self.style, "variance": self.variance}
         self.blend = Blend(config.styled, self.scaling.mean, self.scaling.std)
 
@@ -181,13 +181,16 @@ class L2D(PseudoLabelMethod):
     def encode(self, images: Tensor, generator: torch.Generator) -> Encoding:
         """Encodes normalised images; embeddings are sampled from the generator."""
         network = self.network
-        first, norm, _, last = network.bottleneck
-        hidden = norm(first(network.features(images)), relu=True)
+        hidden = network.features(images)
+        last: nn.Module = network.bottleneck
+        if network.config.bottleneck == "two":
+            first, norm, _, last = network.bottleneck
+            hidden = norm(first(hidden), relu=True)
         mean, log_variance = last(hidden), F.relu(self.variance(hidden))
         # z = μ + 0.2·σ·ε
         noise = torch.randn(mean.shape, generator=generator, device=generator.device)
         embedding = torch.addcmul(mean, (log_variance / 2).exp(), noise, value=self.config.spread)
-        return Encoding(mean, log_variance, embedding, scores(embedding, network.prototypes))
+        return Encoding(mean, log_variance, embedding, network.classify(embedding))
 
 
 class L2DPhase(PseudoLabelPhase):

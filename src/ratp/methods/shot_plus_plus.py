@@ -184,10 +184,13 @@ class MixMatchPhase(Phase):
         self._sure, self._unsure = sure.nonzero().squeeze(1), (~sure).nonzero().squeeze(1)
         self._labels = predictions[self._sure]
         if self._config.new_classifier and self._possible:
+            network = self._network
             with self._method.setting.randomness.scope("mixmatch classifier", self._stage), torch.no_grad():
-                new = torch.empty(self._network.prototypes.shape)  # drawn on the host: the same on all devices
-                bound = 1 / math.sqrt(classes)  # as in the network
-                self._network.classifier.weight.copy_(new.uniform_(-bound, bound))
+                new = torch.empty(network.prototypes.shape)  # drawn on the host: the same on all devices
+                bound = 1 / math.sqrt(network.config.dim if network.config.weight_norm else classes)  # as in Network
+                network.set_prototypes(new.uniform_(-bound, bound))
+                if network.classifier.bias is not None:
+                    network.classifier.bias.zero_()
         return {"labelled": sure.float().mean().item()}
 
     @property

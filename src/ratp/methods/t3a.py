@@ -26,12 +26,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
+from ratp.errors import ConfigError
 from ratp.functional.losses import logit_entropy
 from ratp.functional.numerics import ranks_within
 from ratp.functional.optim import SGDConfig
 from ratp.methods.shared.online import OnlineNetwork
 from ratp.training.method import Setting, pack, unpack
-from ratp.training.recipe import run_in_chunks
+from ratp.training.recipe import Recipe, run_in_chunks
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ class T3A(OnlineNetwork):
         # the supports of the current classifier; None before the first batch of a target
         self.supports: Supports | None = None
 
+    @classmethod
+    def check_recipe(cls, recipe: Recipe) -> None:
+        """Raises a ConfigError if the classifier has a bias, which means of embeddings have not."""
+        if recipe.network.bias:
+            raise ConfigError(f"{cls.name} classifies by rows without a bias: leave network.bias at false.")
+
     @property
     def keeps_exemplars(self) -> bool:
         """Returns whether exemplars become supports."""
@@ -122,7 +129,7 @@ class T3A(OnlineNetwork):
         assert self.supports is not None and self.weight is not None
         embeddings = self.network(inputs).embedding
         self.supports = self.supports.joined(supports_of(embeddings, self.weight)).pruned(self.config.supports)
-        self.network.prototypes.copy_(self.supports.rows(len(self.weight)))
+        self.network.set_prototypes(self.supports.rows(len(self.weight)))
         return embeddings @ self.network.prototypes.T
 
     def state(self) -> dict[str, Tensor]:

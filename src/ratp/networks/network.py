@@ -1,4 +1,4 @@
-"""The network: feature extractor → bottleneck → bias-free linear classifier, whose rows are the prototypes."""
+"""The network: feature extractor → bottleneck → linear classifier, whose rows are the prototypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ratp._core.environment import Precision
 from ratp.config import switch
-from ratp.errors import ConfigError
 from ratp.functional.losses import scores
 from ratp.functional.norm import BatchNorm1d
 from ratp.networks.backbones import ChannelDropout, check_backbone, make_backbone
@@ -34,6 +33,10 @@ class NetworkConfig:
         "linear layers of the bottleneck: two, or one, then BatchNorm and with dtn dropout, as SHOT was published",
         hash_default=False,
     )
+    bias: bool = switch(False, "the classifier has a bias", hash_default=False)
+    weight_norm: bool = switch(
+        False, "length and direction of a prototype are trained apart (weight norm)", hash_default=False
+    )
 
 
 def check_network(config: NetworkConfig, image_size: tuple[int, int] | None = None) -> None:
@@ -42,7 +45,7 @@ def check_network(config: NetworkConfig, image_size: tuple[int, int] | None = No
 
 
 class Output(NamedTuple):
-    """Result of a forward pass: embeddings z, shape (n, dim), and logits z Wᵀ, shape (n, classes)."""
+    """Result of a forward pass: embeddings z, shape (n, dim), and logits z Wᵀ + b, shape (n, classes)."""
 
     embedding: Tensor
     logits: Tensor
@@ -71,14 +74,34 @@ class _Bottleneck(nn.Sequential):
 
 
 class _OneLayer(nn.Sequential):
-    """Linear, BatchNorm, dropout."""
+    """Linear, BatchNorm, dropout, and whatever a method appends."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the embedding."""
-        linear, norm, dropout = self
+        linear, norm, dropout, *others = self
         embedding: Tensor = norm(linear(x))
         keep = cast(ChannelDropout, dropout).draw(embedding)
-        return embedding if keep is None else embedding * keep
+        embedding = embedding if keep is None else embedding * keep
+        for layer in others:
+            embedding = layer(embedding)
+        return embedding
+
+
+class WeightNormLinear(nn.Module):
+    """A linear layer whose rows have lengths g and directions v of their own: w = g·v/‖v‖."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        """Draws v from U(±1/√inputs), as SHOT's code does in effect, and begins with w = v."""
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        self.direction = nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))
+        self.length = nn.Parameter(self.direction.detach().norm(dim=1))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+    @property
+    def weight(self) -> Tensor:
+        """Returns w."""
+        return self.length[:, None] * F.normalize(self.direction, dim=1)
 
 
 class Network(nn.Module):
@@ -87,7 +110,7 @@ class Network(nn.Module):
     Attributes:
         backbone: F, images to features.
         bottleneck: B, Linear · BatchNorm · ReLU · Linear, or Linear · BatchNorm · dropout.
-        classifier: W, linear without bias.
+        classifier: W, linear, by default without bias; it is applied by :meth:`classify`.
     """
 
     def __init__(self, config: NetworkConfig, classes: int, image_size: tuple[int, int] = (32, 32)) -> None:
@@ -100,23 +123,49 @@ class Network(nn.Module):
         self.precision: Precision = "fp32"
         self.backbone, features = make_backbone(config.backbone, image_size, config.width)
         self.bottleneck = _two_layers(features, config) if config.bottleneck == "two" else _one_layer(features, config)
-        self.classifier = nn.Linear(config.dim, classes, bias=False)
+        self.classifier: nn.Linear | WeightNormLinear
+        if config.weight_norm:
+            self.classifier = WeightNormLinear(config.dim, classes, bias=config.bias)
+        else:
+            self.classifier = nn.Linear(config.dim, classes, bias=config.bias)
+        self._initialise()
+
+    def _initialise(self) -> None:
         linear = [layer for layer in self.bottleneck if isinstance(layer, nn.Linear)]
+        classifier = self.classifier if isinstance(self.classifier, nn.Linear) else None
+        if classifier is not None and classifier.bias is not None:
+            nn.init.zeros_(classifier.bias)
         for layer in linear:
             nn.init.zeros_(layer.bias)
-        if config.bottleneck == "one":
-            for layer in (*linear, self.classifier):
+        if self.config.bottleneck == "one":
+            for layer in linear + ([] if classifier is None else [classifier]):
                 nn.init.xavier_normal_(layer.weight)
             return
         for layer in linear:
             nn.init.normal_(layer.weight, std=0.01)
-        # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
-        nn.init.uniform_(self.classifier.weight, -1 / math.sqrt(classes), 1 / math.sqrt(classes))
+        if classifier is not None:
+            # kaiming_uniform with a=√5 on the fan-out, which is the number of classes: U(±1/√K)
+            bound = 1 / math.sqrt(self.classes)
+            nn.init.uniform_(classifier.weight, -bound, bound)
 
     @property
     def prototypes(self) -> Tensor:
-        """The classifier's rows, shape (classes, dim)."""
+        """The classifier's rows, shape (classes, dim); :meth:`set_prototypes` changes them."""
         return self.classifier.weight
+
+    @torch.no_grad()
+    def set_prototypes(self, rows: Tensor) -> None:
+        """Replaces the classifier's rows in place."""
+        if isinstance(self.classifier, nn.Linear):
+            self.classifier.weight.copy_(rows)
+        else:
+            self.classifier.direction.copy_(rows)
+            self.classifier.length.copy_(rows.norm(dim=1))
+
+    def classify(self, embedding: Tensor) -> Tensor:
+        """Computes the logits of embeddings."""
+        logits = scores(embedding, self.prototypes)
+        return logits if self.classifier.bias is None else logits + self.classifier.bias
 
     def on(self, device: torch.device, precision: Precision = "fp32") -> Network:
         """Moves the network to a device, in the memory layout that is fastest there."""
@@ -134,7 +183,7 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Output:
         """Computes embedding and logits of normalised images."""
         embedding = self.bottleneck(self.features(images))
-        return Output(embedding, scores(embedding, self.prototypes))
+        return Output(embedding, self.classify(embedding))
 
     def features(self, images: Tensor) -> Tensor:
         """Computes the backbone's features of normalised images, in single precision."""
@@ -160,12 +209,6 @@ class Network(nn.Module):
     def frozen_copy(self) -> Network:
         """Copies the network in evaluation mode, without gradients."""
         return deepcopy(self).eval().requires_grad_(False)
-
-
-def check_two_layers(config: NetworkConfig, method: str) -> None:
-    """Raises a ConfigError unless the bottleneck has the two layers that some methods reach into."""
-    if config.bottleneck != "two":
-        raise ConfigError(f"{method} needs a bottleneck of two layers: leave network.bottleneck at its default.")
 
 
 def _two_layers(features: int, config: NetworkConfig) -> nn.Sequential:

@@ -263,6 +263,8 @@ def resolve(request: RunRequest) -> RunPlan:
         possible = [base]
     sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
     changed = attempt(lambda: _change(sizes, possible, request.changes))
+    if method and changed:
+        attempt(lambda: method.check_recipe(changed[0]))
     backbone = (changed[0] if changed else sizes).network.backbone
     weights = _weights_from(request.weights, backbone)
     if weights not in (NO_WEIGHTS, PUBLISHED):  # check a file now; a download can wait for the run

@@ -201,6 +201,11 @@ class Method(Stateful, ABC):
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Module)}
 
     @classmethod
+    def check_recipe(cls, recipe: Recipe) -> None:
+        """Raises a ConfigError if the method cannot work with a recipe, before anything is built."""
+        del recipe
+
+    @classmethod
     def evaluation_statistics(cls, config: Any) -> Statistics:
         """Which statistics BatchNorm uses when a trained model is measured on a domain."""
         del config
