@@ -16,6 +16,7 @@ from ratp.methods.snr import SNR, StyleRestitution
 from ratp.networks.network import Network
 from ratp.networks.weights import Weights
 from ratp.training.method import Setting
+from read_back import ReadBack
 
 
 def build_method(**changes):
@@ -228,6 +229,18 @@ class TestCopies:
         copied = -p[count:].log()[torch.arange(count), batch.labels][some]
         torch.testing.assert_close(step["ce"], 0.1 * torch.cat([own, copied]).mean())
         torch.testing.assert_close(step["im"], information_maximisation(output.logits[:count]))
+
+    def test_a_step_can_be_captured(self):
+        """It reads nothing back and draws from the generators that it lists, and from no other."""
+        for target in (False, True):
+            _, phase, _, _ = self.begin(target=target)
+            phase.step()
+            before, chance = [g.get_state() for g in phase.generators], torch.random.get_rng_state()
+            with ReadBack():
+                phase.step()
+            assert phase.captures and torch.equal(torch.random.get_rng_state(), chance)
+            moved = [not torch.equal(g.get_state(), b) for g, b in zip(phase.generators, before, strict=True)]
+            assert moved == [True, False, True, True]  # batches, no transforms, dropout, RandMix
 
     def test_runs_without_have_the_hash_they_had(self):
         plain = toy_plan("snr")
