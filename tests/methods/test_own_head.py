@@ -7,9 +7,15 @@ import torch
 
 import source_free_checks as checks
 from helpers import same_tensors, toy_plan
-from ratp.config import override
+from ratp._core.files import read_tensors
+from ratp.config import as_dict, override
+from ratp.errors import ConfigError
 from ratp.functional.optim import SGDConfig
 from ratp.methods.shared.source_free import SourceFreeConfig
+from ratp.runs.plan import resolve
+from ratp.runs.record import read_run
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
 from read_back import ReadBack
 
 FAMILY = ("shot", "shot+", "shot++", "gsfda", "bmd")
@@ -176,3 +182,43 @@ def test_the_mixture_of_aucid_is_classified_with_the_bias():
         expected = torch.nn.functional.cross_entropy(logits, classes)
     phase._points.set_state(state)
     torch.testing.assert_close(phase.step()["mixture"], expected)
+
+
+class TestPreset:
+    """``own-head``: the head and the optimiser each method was published with."""
+
+    @pytest.mark.parametrize("name", FAMILY)
+    @pytest.mark.parametrize("stream", ["demo", "digits", "pacs", "domainnet10"])
+    def test_values(self, name, stream):
+        plan = resolve(RunRequest(stream, name, preset="own-head", weights="none", device="cpu"))
+        recipe, config = as_dict(plan.recipe), plan.config
+        sizes = OWN_HEAD | {"network.dim": 512 if name == "gsfda" else 256, "lr": 0.001 if name == "bmd" else 0.01}
+        assert {key: recipe[key] for key in sizes} == sizes
+        assert config.sgd == SGDConfig(**OWN)
+        constant = {"weight_decay": 5e-4, "schedule": "constant"} if name == "gsfda" else {}
+        assert config.sgd_on_source == SGDConfig(**OWN | constant)
+        assert config.backbone_rate == (1.0 if recipe["network.backbone"] == "dtn" else 0.1)
+        assert plan.changed == {}
+        if name == "gsfda":
+            assert config.slots == resolve(RunRequest(stream, name, weights="none")).config.slots
+
+    def test_sizes_can_be_changed_and_outlast_another_backbone(self):
+        changes = {"network.backbone": "resnet18", "network.weight_norm": "false"}
+        plan = resolve(RunRequest(method="shot", preset="own-head", changes=changes, weights="none", device="cpu"))
+        assert (plan.recipe.network.dim, plan.recipe.network.bottleneck, plan.recipe.lr) == (256, "one", 0.01)
+        assert plan.changed == {"network.backbone": "resnet18", "network.weight_norm": False}
+        assert not plan.recipe.network.weight_norm
+
+    @pytest.mark.parametrize("name", FAMILY)
+    def test_a_run_and_its_name(self, name, tmp_path):
+        plan = toy_plan(name, preset="own-head")
+        Run(plan, tmp_path, reuse_source=False).execute()
+        assert read_run(tmp_path).label.startswith(f"{name} (own-head, ")
+        weights, _ = read_tensors(tmp_path / "weights.safetensors")
+        assert {key for key in weights if "classifier" in key} == {
+            f"classifier.{part}" for part in ("direction", "length", "bias")
+        }
+
+    def test_methods_without_one_name_theirs(self):
+        with pytest.raises(ConfigError, match="preset of tent"):
+            resolve(RunRequest(method="tent", preset="own-head"))

@@ -114,11 +114,13 @@ def show_method(
     json_: Json = False,
 ) -> None:
     """Explain a method: paper, what it does, deviations from the original, presets and every switch."""
+    from ratp.runs.plan import preset_sizes
+
     method = find_method(name)
     config = _values(name, preset, stream)
     if json_:
         about = {"name": method.name, "paper": method.paper, "preset": preset, "stream": stream}
-        print_json({**about, "switches": as_dict(config)})
+        print_json({**about, "switches": as_dict(config), "sizes": preset_sizes(method, preset)})
         return
     console = stdout()
     paper = f"{escape(method.paper)}\n" if method.paper != "none" else ""
@@ -128,6 +130,8 @@ def show_method(
     more = f" --stream {LARGE} shows those for large networks." if other else ""
     presets = ", ".join((DEFAULT_PRESET, *method.presets))
     console.print(f"Presets: {presets}. Values below: [bold]{escape(preset)}[/], on {escape(stream)}.{more}\n")
+    if sizes := preset_sizes(method, preset):
+        console.print(f"It also sets {', '.join(f'{size}={value}' for size, value in sizes.items())}.\n", markup=False)
     _print_switches(config, _values(name, DEFAULT_PRESET, stream))
     console.print("[dim]#n: row n of docs/ratp.md, where RaTP's paper and its published code differ.[/]")
 

@@ -15,6 +15,7 @@ Deviations from the original:
 
 * Network, epochs, batches and memory are as for SHOT (``methods/shot.py``). Large networks have SHOT's own optimiser
   and rates: 0.01, and a tenth of it for the feature extractor. Nothing is published for small ones; they have RaTP's.
+  The preset ``own-head`` has SHOT's head and optimiser, as the original, at the original's rate of 0.001.
 * Log-softmax replaces the logarithm of a softmax, which is NaN if the model is certain.
 * Parameters are selected by layer type. The original selects names that contain "bn", which misses DTN and shortcuts.
   It freezes all convolutions, and no code for small networks is published; ``extractor`` trains the convolutions of
@@ -28,8 +29,9 @@ Deviations from the original:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -40,7 +42,14 @@ from ratp.data.domain import UnlabelledDomain
 from ratp.functional.losses import logit_entropy, mean_over, mean_prediction_entropy
 from ratp.functional.norm import affine_parameters
 from ratp.functional.pseudo_labels import bmd_labels, centre_similarities, moved_centres
-from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATES, SourceFreeConfig, SourceFreeMethod, TargetPhase
+from ratp.methods.shared.source_free import (
+    OWN_HEAD,
+    SHOT_LARGE,
+    SHOT_RATES,
+    SourceFreeConfig,
+    SourceFreeMethod,
+    TargetPhase,
+)
 from ratp.networks.network import Output
 from ratp.training.memory import Batch
 from ratp.training.phase import Phase
@@ -73,6 +82,8 @@ class BMD(SourceFreeMethod):
         "Adaptation, ECCV 2022"
     )
     config_type = BMDConfig
+    # its published code runs on VisDA alone, at this rate
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": {**OWN_HEAD, "lr": 0.001}}
     large = SHOT_LARGE
     stream_values = SHOT_RATES
     needs = "memory, many passes over a target"

@@ -35,6 +35,7 @@ Deviations from the published code:
 * BatchNorm layers are selected by type (the original selects by name and misses some). Masks do not learn on
   targets, where their gradient is close to zero.
 * Agreement is computed from logarithms, which are finite for any prediction.
+* The preset ``own-head`` has the head and the optimisers of the published code for several targets.
 * Epochs, steps and batches come from the recipe. On digits, which the paper does not use, all parameters
   have RaTP's optimiser.
 * The exemplar memory is added: exemplars have cross-entropy with their stored labels instead of neighbours, under the
@@ -60,7 +61,7 @@ from ratp.functional.norm import affine_parameters
 from ratp.functional.optim import Group
 from ratp.methods.shared.pseudo_labels import PseudoLabelPhase
 from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
-from ratp.methods.shared.source_free import SHOT_LARGE, SHOT_RATE, SourceFreeConfig, all_groups
+from ratp.methods.shared.source_free import OWN_HEAD, SHOT_LARGE, SHOT_RATE, SourceFreeConfig, all_groups
 from ratp.training.memory import Batch
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
@@ -243,12 +244,25 @@ class GSFDA(CopyingMethod):
     paper = "Yang et al., Generalized Source-free Domain Adaptation, ICCV 2021"
     config_type = GSFDAConfig
     large = SHOT_LARGE
+    # of the published code for several targets, which trains on the source at a constant rate
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "own-head": {
+            **OWN_HEAD,
+            "network.dim": 512,
+            "source_sgd.weight_decay": 5e-4,
+            "source_sgd.schedule": "constant",
+        }
+    }
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
-        ("demo", "official"): {"slots": 4},
-        ("digits", "official"): {"slots": 5},
-        ("pacs", "official"): {**SHOT_RATE, "slots": 4, "r_con": 0.5},
-        ("domainnet10", "official"): {**SHOT_RATE, "slots": 6},
-        ("folders", "official"): {**SHOT_RATE, "r_con": 0.5},
+        (stream, preset): values
+        for preset in ("official", "own-head")
+        for stream, values in (
+            ("demo", {"slots": 4}),
+            ("digits", {"slots": 5}),
+            ("pacs", {**SHOT_RATE, "slots": 4, "r_con": 0.5}),
+            ("domainnet10", {**SHOT_RATE, "slots": 6}),
+            ("folders", {**SHOT_RATE, "r_con": 0.5}),
+        )
     }
     needs = "memory, many passes over a target, number of domains"
     config: GSFDAConfig

@@ -13,6 +13,8 @@ On targets the classifier is frozen; feature extractor and bottleneck learn unti
 Deviations from the original:
 
 * Network: the one that all methods share, with a bottleneck of two layers and a classifier without bias or weight norm.
+  The preset ``own-head`` has the original's: one linear layer of 256 units with BatchNorm and, on digits, dropout; a
+  classifier with bias and weight norm; and its own optimiser.
 * Epochs, steps and batches come from the recipe; batches are drawn with replacement.
 * Optimiser (``sgd``): RaTP's, which is SGD without momentum in its published code. A pretrained feature extractor
   learns at a tenth of the rate, as in the original. The original's own optimiser (momentum 0.9, rate 0.01, decay 0.001)
@@ -33,7 +35,7 @@ from typing import Any, ClassVar
 from ratp.config import switch
 from ratp.data.domain import UnlabelledDomain
 from ratp.methods.shared.randmix_copies import CopiesConfig, CopyingMethod
-from ratp.methods.shared.source_free import SHOTPhase, SourceFreeConfig, SourceFreeMethod
+from ratp.methods.shared.source_free import OWN_HEAD, SHOTPhase, SourceFreeConfig, SourceFreeMethod
 from ratp.training.phase import Phase
 
 
@@ -52,6 +54,7 @@ class SHOT(CopyingMethod, SourceFreeMethod):
     family = "source-free domain adaptation"
     paper = "Liang et al., Do We Really Need to Access the Source Data?, ICML 2020"
     config_type = SHOTConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": OWN_HEAD}
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
     needs = "memory, many passes over a target"
     config: SHOTConfig

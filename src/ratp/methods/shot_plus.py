@@ -9,7 +9,7 @@ SHOT with a second task that needs no labels: predicting by how many quarter tur
   rotated image only; feature extractor, bottleneck and R learn.
 * After a stage: exemplars enter the memory with their last labels.
 
-Deviations from the original, besides those of SHOT (``methods/shot.py``):
+Deviations from the original, besides those of SHOT (``methods/shot.py``); the preset ``own-head`` is SHOT's:
 
 * The stage has the recipe's epochs (15 in the original).
 * The upright embedding is that of SHOT's loss, not of a separate pass, so rotated images make up half of BatchNorm's
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ratp.data.domain import UnlabelledDomain
-from ratp.methods.shared.source_free import RotationConfig, SourceFreeMethod, rotation_phases
+from ratp.methods.shared.source_free import OWN_HEAD, RotationConfig, SourceFreeMethod, rotation_phases
 from ratp.training.phase import Phase
 
 
@@ -40,6 +40,7 @@ class SHOTPlus(SourceFreeMethod):
         "Transfer, TPAMI 2021"
     )
     config_type = RotationConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": OWN_HEAD}
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1}
     needs = "memory, many passes over a target, square images"
     config: RotationConfig

@@ -11,7 +11,7 @@ SHOT+, followed by MixMatch from confident images to the others ("labeling trans
 
 Deviations from the original:
 
-* Those of SHOT and SHOT+.
+* Those of SHOT and SHOT+; the preset ``own-head`` is SHOT's.
 * The classifier stays frozen, so that one model serves all stages. The original trains a new one:
   ``mixmatch.new_classifier``.
 * Images are drawn with replacement, so a part may be smaller than a batch. If one part is empty, as when all images are
@@ -36,7 +36,14 @@ from ratp.config import switch
 from ratp.data.domain import UnlabelledDomain
 from ratp.functional.losses import entropy
 from ratp.functional.numerics import beta_numbers, ranks_within
-from ratp.methods.shared.source_free import RotationConfig, SourceFreeMethod, Views, extractor_groups, rotation_phases
+from ratp.methods.shared.source_free import (
+    OWN_HEAD,
+    RotationConfig,
+    SourceFreeMethod,
+    Views,
+    extractor_groups,
+    rotation_phases,
+)
 from ratp.training.finite import log_draw
 from ratp.training.phase import Phase
 from ratp.training.phases import embed_all
@@ -129,6 +136,7 @@ class SHOTPlusPlus(SourceFreeMethod):
         "Transfer, TPAMI 2021"
     )
     config_type = SHOTPlusPlusConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": OWN_HEAD}
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1, "mixmatch.alpha": 0.75}
     needs = "memory, many passes over a target, square images, further phases"
     config: SHOTPlusPlusConfig

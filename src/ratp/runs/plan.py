@@ -262,6 +262,8 @@ def resolve(request: RunRequest) -> RunPlan:
         sizes, base = _change(sizes, possible, values)
         possible = [base]
     sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
+    if method and base is not None:
+        sizes = attempt(lambda: override(sizes, preset_sizes(method, request.preset))) or sizes
     changed = attempt(lambda: _change(sizes, possible, request.changes))
     if method and changed:
         attempt(lambda: method.check_recipe(changed[0]))
@@ -385,7 +387,14 @@ def preset_config(method: type[Method], preset: str) -> Any:
     """Returns a method's switches under a preset."""
     if preset not in (DEFAULT_PRESET, *method.presets):
         raise ConfigError(unknown(f"preset of {method.name}", preset, (DEFAULT_PRESET, *method.presets)))
-    return override(method.config_type(), method.presets.get(preset, {}))
+    values, sizes = method.presets.get(preset, {}), preset_sizes(method, preset)
+    return override(method.config_type(), {name: value for name, value in values.items() if name not in sizes})
+
+
+def preset_sizes(method: type[Method], preset: str) -> dict[str, Any]:
+    """Returns what a preset changes in every stream's recipe, by name."""
+    names = as_dict(Recipe()).keys()
+    return {name: value for name, value in method.presets.get(preset, {}).items() if name in names}
 
 
 def _parse_seed(seed: int | str) -> int:

@@ -125,7 +125,8 @@ class Method(Stateful, ABC):
         family: Kind of method, as the paper groups them.
         paper: Where it was published.
         config_type: Dataclass of its switches; its defaults are the preset ``official``.
-        presets: Further presets, by name: values that differ from the defaults, by dotted name.
+        presets: Further presets, by name: values that differ from the defaults, by dotted name. They may change the
+            recipe of every stream.
         large: Values for large pretrained networks that differ from the defaults, which are for DTN: by dotted name.
         stream_values: Values for single streams, by stream and preset; they may change the stream's recipe.
         needs: What it requires, in a few words: source data, memory, passes over a domain.

@@ -62,6 +62,15 @@ SHOT_LARGE: Mapping[str, Any] = {
     "sgd.nesterov": True,
 }
 SHOT_RATE: Mapping[str, Any] = {"lr": 0.01}
+# The head and the optimiser SHOT was published with, on digits and, with ``large``, on objects.
+OWN_HEAD: Mapping[str, Any] = {
+    "network.bottleneck": "one",
+    "network.dim": 256,
+    "network.bias": True,
+    "network.weight_norm": True,
+    **SHOT_RATE,
+    **{name: value for name, value in SHOT_LARGE.items() if name.startswith("sgd.")},
+}
 SHOT_RATES = {(stream, "official"): SHOT_RATE for stream in ("pacs", "domainnet10", "folders")}
 
 
