@@ -167,6 +167,17 @@ class TestSHOTPlusPlus:
         torch.testing.assert_close(network.prototypes, network.classifier.direction)
 
 
+def test_t3a_replaces_rows_under_weight_norm():
+    method, source, targets = checks.build_method("t3a", **{"network.weight_norm": True})
+    method.fit_source(source)
+    method.adapt(targets[0])
+    rows = method.supports.rows(len(method.weight))
+    torch.testing.assert_close(method.network.prototypes, rows)
+    with torch.no_grad():
+        embedding = method.embed(targets[0].images)
+    torch.testing.assert_close(method.predict(targets[0].images), embedding @ rows.T)
+
+
 def test_the_mixture_of_aucid_is_classified_with_the_bias():
     method, source, targets = checks.build_method("aucid", **OWN_HEAD)
     method.fit_source(source)
