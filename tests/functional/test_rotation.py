@@ -1,6 +1,6 @@
 import torch
 
-from ratp.methods.shared.source_free import draw_turns, rotate, rotation_input
+from ratp.methods.shared.rotation import draw_turns, rotate, rotation_input
 
 IMAGES = torch.arange(5 * 3 * 4 * 4.0).reshape(5, 3, 4, 4)
 

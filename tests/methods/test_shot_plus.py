@@ -8,7 +8,7 @@ import torch
 import source_free_checks as checks
 from helpers import same_tensors
 from ratp.errors import ConfigError
-from ratp.methods.shared.source_free import RotationTask, rotate
+from ratp.methods.shared.rotation import RotationTask, rotate
 
 NAME = "shot+"
 

@@ -40,11 +40,11 @@ from ratp.methods.shared.source_free import (
     OWN_HEAD,
     RotationConfig,
     SourceFreeMethod,
-    Views,
     extractor_groups,
     rotation_phases,
 )
 from ratp.training.finite import log_draw
+from ratp.training.memory import Views
 from ratp.training.phase import Phase
 from ratp.training.phases import embed_all
 

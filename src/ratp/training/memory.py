@@ -221,3 +221,21 @@ class Batches(Stateful):
 
     def _place(self, population: int, count: int) -> Tensor:
         return torch.randint(population, (count,), generator=self._places, device=self.images.device)
+
+
+class Views:
+    """Draws images with replacement and transforms them, with generators named after the phase."""
+
+    def __init__(self, setting: Setting, name: str, stage: int) -> None:
+        self._inputs = setting.training_inputs("target")
+        self._places = setting.generator(f"{name} batches", stage)
+        self._changes = setting.generator(f"{name} transforms", stage)
+        self.generators = self._places, self._changes
+
+    def places(self, population: int, count: int) -> Tensor:
+        """Draws ``count`` indices into a population."""
+        return torch.randint(population, (count,), generator=self._places, device=self._places.device)
+
+    def change(self, images: Tensor) -> Tensor:
+        """Returns uint8 images transformed and normalised as for training on a target."""
+        return self._inputs(images, self._changes)
