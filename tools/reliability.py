@@ -50,11 +50,11 @@ FAULTS = {
     26: "too little memory while images are decoded",
     27: "small files that need much memory",
     28: "a download over plain http, or one that unpacks without end",
-    30: "a study that names a program",
-    31: "programs in the current folder",
-    32: "a hostile results file",
-    35: "a domain so large that labelling it takes long",
-    36: "predictions that were changed afterwards",
+    29: "a study that names a program",
+    30: "programs in the current folder",
+    31: "a hostile results file",
+    32: "a domain so large that labelling it takes long",
+    33: "predictions that were changed afterwards",
 }
 
 

@@ -350,7 +350,7 @@ class TestBadFiles:
             with pytest.raises(BadImage):
                 decode(data, None)
 
-    @pytest.mark.faults(26, "a decoder that calls it damage when it gets no memory is not believed")
+    @pytest.mark.faults(26, "a report of damage from a decoder does not count while memory is too small")
     def test_too_little_memory_is_no_damage(self, tmp_path):
         """In a process that has freed nothing the decoder could use."""
         program = """if True:

@@ -27,7 +27,7 @@ def mark(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-@pytest.mark.faults(30, "`study status`, `study report` and `study run` do not run a program that a study names")
+@pytest.mark.faults(29, "`study status`, `study report` and `study run` do not run a program that a study names")
 @pytest.mark.filterwarnings("ignore:tiny.toml names programs")
 @pytest.mark.parametrize("named", ['methods = ["m.py"]', 'variant = [{ name = "v", method = "m.py" }]'])
 @pytest.mark.parametrize("command", ["status", "report", "run"])
@@ -45,14 +45,14 @@ def test_programs_of_a_study(mark, command, named):
         assert not Path("runs").exists()
 
 
-@pytest.mark.faults(30, "with --trust-methods, `study run` runs the programs that a study names")
+@pytest.mark.faults(29, "with --trust-methods, `study run` runs the programs that a study names")
 def test_programs_of_a_trusted_study(mark):
     done = ratp("study", "run", study_file(Path(), grid('methods = ["m.py"]')), "--trust-methods")
     assert mark.exists()
     assert "must define exactly one Method" in " ".join(done.err.split())
 
 
-@pytest.mark.faults(30, "if a study's folder leads to another study file, ratp does not run its programs")
+@pytest.mark.faults(29, "if a study's folder leads to another study file, ratp does not run its programs")
 @pytest.mark.filterwarnings("ignore:tiny.toml names programs")
 def test_programs_of_a_folder(mark):
     study_file(Path(), grid('methods = ["m.py"]'))
@@ -62,7 +62,7 @@ def test_programs_of_a_folder(mark):
     assert not mark.exists()
 
 
-@pytest.mark.faults(30, "`report`, `predict` and `run` do not run a program that a run directory names")
+@pytest.mark.faults(29, "`report`, `predict` and `run` do not run a program that a run directory names")
 @pytest.mark.parametrize("words", [["report", "run"], ["predict", "run", "x.png"], ["run", "demo", "--out", "run"]])
 def test_programs_of_a_run(mark, words):
     fixture = next((Path(__file__).parents[1] / "fixtures" / "runs").rglob("config.json"))
@@ -84,14 +84,14 @@ def modules(mark):
     return lambda: sorted(mark.parent.glob("run*"))
 
 
-@pytest.mark.faults(31, "`python -m ratp` does not import them")
+@pytest.mark.faults(30, "`python -m ratp` does not import modules from the current folder")
 def test_modules_in_the_current_folder(modules):
     done = subprocess.run([sys.executable, "-m", "ratp", "--version"], env=IMPORTS, capture_output=True, check=False)
     assert (done.returncode, modules()) == (0, [])
 
 
 @pytest.mark.slow
-@pytest.mark.faults(31, "workers on a Ray cluster do not import them, nor a ratp.py")
+@pytest.mark.faults(30, "workers on a Ray cluster import neither these modules nor a ratp.py from there")
 def test_modules_and_workers(modules, mark):
     pytest.importorskip("ray")
     Path("ratp.py").write_text(EVIL.format(mark=str(mark)))

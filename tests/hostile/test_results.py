@@ -41,7 +41,7 @@ def save(tmp_path, monkeypatch):
     return lambda data: Path("result.json").write_text(json.dumps(data))
 
 
-@pytest.mark.faults(32, "plots of very many domains are left out, and a report of too many refused")
+@pytest.mark.faults(31, "plots of very many domains are left out, and a report of too many refused")
 def test_many_domains(save):
     save(result([f"d{number}" for number in range(60)]))
     with pytest.warns(PictureWarning, match="60 domains, and pictures show up to 24"):
@@ -53,7 +53,7 @@ def test_many_domains(save):
     assert "has 201 domains: a report shows up to 200" in " ".join(done.err.split())
 
 
-@pytest.mark.faults(32, "wrong values of the guard, or anywhere else, give one sentence")
+@pytest.mark.faults(31, "wrong values of the guard, or anywhere else, give one sentence")
 @pytest.mark.parametrize("guard", [{"signs": [1]}, {"reasons": 1}, {"reasons": [1]}, {"reasons": "x"}])
 def test_wrong_guard(save, guard):
     data = result(["a", "b"])
@@ -63,7 +63,7 @@ def test_wrong_guard(save, guard):
     assert (done.code, done.err.strip()) == (2, "error: result.json is damaged: invalid journal.")
 
 
-@pytest.mark.faults(32, "wrong values of the guard, or anywhere else, give one sentence")
+@pytest.mark.faults(31, "wrong values of the guard, or anywhere else, give one sentence")
 def test_every_wrong_value(save):
     data = result(["a", "b"])
     for number, at in enumerate(list(places(data))[1:]):
@@ -73,7 +73,7 @@ def test_every_wrong_value(save):
                 report("result.json")
 
 
-@pytest.mark.faults(32, "names that a spreadsheet would compute, or a terminal obey, are texts in CSV files")
+@pytest.mark.faults(31, "names that a spreadsheet would compute, or a terminal obey, are texts in CSV files")
 @pytest.mark.parametrize("name", ["=1+1", "+1+1", "-1+1", "@SUM(A1)", "=\x1b[31m"])
 def test_formulas(save, name):
     save(result(["a", name]))

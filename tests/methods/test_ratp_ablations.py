@@ -106,7 +106,7 @@ def test_each_alignment_is_another_loss():
     assert not any(same_tensors(ends[i], ends[j]) for i in range(4) for j in range(i))
 
 
-@pytest.mark.faults(35, "on a processor a run says, when it begins to label them, about how long it takes")
+@pytest.mark.faults(32, "on a CPU, the run estimates how long labelling takes and says so before it begins")
 def test_labels_of_many_images_are_announced(monkeypatch):
     changes = {"epochs": 1, "steps": 1}
     unannounced, announced = target_phase(**changes), target_phase(**changes)

@@ -135,7 +135,7 @@ def test_files_of_earlier_versions_name_no_run(run):
     assert (run / "predictions-fog.csv").read_text() == "edited"
 
 
-@pytest.mark.faults(36, "the same command says so, and how to get them back; it never overwrites the file")
+@pytest.mark.faults(33, "the same command says how to get the predictions back, and never overwrites the file")
 @pytest.mark.parametrize(
     "damage", [lambda table: "", lambda table: table[:-9], lambda table: table.replace("0.", "1.")]
 )
