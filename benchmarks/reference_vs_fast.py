@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -65,10 +65,8 @@ def train_fast(phase: Phase, refresh: int, clock: Clock) -> None:
     def update() -> None:
         phase.step()
 
-    with (
-        clock(f"{phase.name} stage"),
-        stepper(update, phase.generators, capture=phase.captures) as step,
-    ):
+    steps: Any = stepper(update, phase.generators) if phase.captures else nullcontext(update)
+    with clock(f"{phase.name} stage"), steps as step:
         phase.begin()
         for epoch in range(phase.epochs):
             with clock(_before_epoch(phase.name, epoch, refresh)):
