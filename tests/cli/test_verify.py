@@ -15,6 +15,7 @@ from own_images import assert_error, assert_ok, image_files, write_files
 from ratp import Run, RunRequest, resolve
 from ratp._core.locks import exclusive
 from ratp.runs.events import Trained
+from ratp.runs.record import hash_of_content
 
 MENDED_BY_REPEATING = ("environment.json", "matrix.json", "journal.jsonl", "weights.safetensors", "predictions-new.csv")
 FILES = ("config.json", "state.safetensors", "samples.safetensors", "features-0.safetensors", *MENDED_BY_REPEATING)
@@ -142,6 +143,30 @@ def test_a_run_that_is_being_written_is_left_alone(run):
         outcome = ratp("verify", run)
     assert outcome.code == 0
     assert "being written" in outcome.out
+
+
+def test_a_damaged_state_is_given_up_only_if_there_is_one_before(run):
+    whole = (run / "state.safetensors").read_bytes()
+    flip(run / "state.safetensors", 0.5)
+    (damage,) = verified(run)
+    assert damage["advice"].startswith("Restore it from a copy")
+    (run / "state-before.safetensors").write_bytes(whole)
+    (damage,) = verified(run)
+    assert damage["advice"].startswith("Delete it and repeat")
+
+
+def test_what_cannot_be_read_is_named(run):
+    for make in (os.mkfifo, os.mkdir):
+        (run / "weights.safetensors").unlink(missing_ok=True)
+        make(run / "weights.safetensors")
+        assert [Path(damage["file"]).name for damage in verified(run)] == ["weights.safetensors"]
+
+
+def test_checksums_lead_nowhere_else(run):
+    about = json.loads((run / "checksums.json").read_text())
+    about["files"]["../secret"] = "0"
+    (run / "checksums.json").write_text(json.dumps(about | {"sha256": hash_of_content(about)}))
+    assert [Path(damage["file"]).name for damage in verified(run)] == ["checksums.json"]
 
 
 def test_leftovers_and_foreign_files_are_named(run):

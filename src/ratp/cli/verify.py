@@ -33,7 +33,7 @@ def verify(
     elif not quiet:
         for check in checks:
             _print(check)
-        files = sum(check.files for check in checks)
+        files = sum(len(check.read_files) for check in checks)
         stdout().print(f"{files:,} files read, " + (f"{damaged:,} damaged." if damaged else "none damaged."))
     if damaged:
         raise typer.Exit(1)
@@ -44,7 +44,7 @@ def _plain(check: Check) -> dict[str, object]:
     return {
         "path": str(check.path),
         "kind": check.kind,
-        "files": check.files,
+        "files": len(check.read_files),
         "damaged": damaged,
         "notes": check.notes,
     }

@@ -27,10 +27,8 @@ from ratp.runs.states import CHECKPOINT_LATEST as CHECKPOINT
 # Prefix of workers' folders, and seconds they get to create them and to clean up.
 WORKPLACE, PATIENCE = "ratp-worker-", 5.0
 # Order of writing: the config comes first, and results come after the state they belong to.
-_FIRST, _LAST = (
-    ("config.json",),
-    ("weights.safetensors", "journal.jsonl", "state.safetensors", "matrix.json", "checksums.json"),
-)
+_FIRST = ("config.json",)
+_LAST = ("weights.safetensors", "journal.jsonl", "state.safetensors", "matrix.json", "checksums.json")
 
 
 def make_run(work: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:

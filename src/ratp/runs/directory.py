@@ -64,8 +64,10 @@ from ratp.training.method import Method
 
 SAMPLE_COUNT = 10
 # Names of all files of a finished run.
-FINISHED = "config.json environment.json matrix.json journal.jsonl state.safetensors weights.safetensors"
-FINISHED += " samples.safetensors features-*.safetensors predictions-*.csv bad-batch-*.json"
+FINISHED = (
+    *("config.json", "environment.json", "matrix.json", "journal.jsonl", "state.safetensors", "weights.safetensors"),
+    *("samples.safetensors", "features-*.safetensors", "predictions-*.csv", "bad-batch-*.json"),
+)
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
@@ -331,7 +333,7 @@ class RunFiles:
         self.checkpoints.remove()
         path = self._folder / CHECKSUMS_FILE
         if not path.exists():  # or a file damaged since would be taken for intact
-            files = sorted(file for pattern in FINISHED.split() for file in self._folder.glob(pattern))
+            files = sorted(file for pattern in FINISHED for file in self._folder.glob(pattern))
             hashes = {file.name: sha256_of(file) for file in files}
             about = {"fingerprint": self._config["fingerprint"], "files": hashes}
             write_json(path, CHECKSUMS.marked({**about, "sha256": hash_of_content(about)}))

@@ -205,9 +205,13 @@ def read_checksums(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     about = CHECKSUMS.read(read_json(path), path)
     check_owner(about, config, path)
     found = about.get("files")
-    if not isinstance(found, dict) or about.get("sha256") != hash_of_content(about):
+    if not isinstance(found, dict) or about.get("sha256") != hash_of_content(about) or any(map(_is_path, found)):
         raise LostFileError(f"{path} is damaged: its contents are not what was written.")
     return found
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).name != name
 
 
 def check_owner(about: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> None:
@@ -289,7 +293,7 @@ def _read_result(path: Path) -> tuple[Any, Any, Any, Any]:
         raise RunDirectoryError(f"{error} Give a run directory or an exported result.") from error
     if data.get("kind") != RESULT_KIND:
         raise RunDirectoryError(f"{path} is not a ratp result file; give a run directory or an exported result.")
-    if data.get("sha256", "") not in ("", hash_of_content(data)):
+    if "sha256" in data and data["sha256"] != hash_of_content(data):
         raise RunDirectoryError(f"{path} is damaged: its contents are not what was exported.")
     data = RESULT.read(data, path)
     config = data.get("config")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ratp._core.files import (
     CHECKPOINT,
@@ -40,6 +40,7 @@ from ratp.evaluation.matrix import Matrix
 from ratp.runs.record import (
     CHECKSUMS_FILE,
     RESULT_KIND,
+    RunRecord,
     check_owner,
     is_run,
     read_checksums,
@@ -49,10 +50,16 @@ from ratp.runs.record import (
 )
 
 CACHES, STUDY_FILE = ("decoded", "demo", "source-models"), "study.json"
+REPEAT = "Repeat the run's command, which writes it again."
 AGAIN = "Delete it and repeat the run's command, which writes it again."
 COPY = "Restore it from a copy; without one, remove the folder and repeat the run's command."
 EARLIER = "Delete it and repeat the run's command, which continues from an earlier stage or step."
 WITHOUT = "Delete it; reports leave it out."
+
+
+# How to read each kind of file, by a pattern for its name, and what to do if that fails.
+Readers = dict[str, tuple[Callable[[Path], object], str]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,46 +73,46 @@ class Damage:
 
 @dataclass
 class Check:
-    """What checking a place has found: how many files were read, which are damaged, and what was not checked."""
+    """What checking a place has found: which files were read, which are damaged, and what was not checked."""
 
     path: Path
     kind: str
-    files: int = 0
+    read_files: set[Path] = field(default_factory=set)
     damaged: list[Damage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def read(self, path: Path, read: Callable[[Path], object], advice: str) -> bool:
-        """Reads a file and keeps what is wrong with it; returns whether it is intact."""
-        self.files += 1
+    def read(self, path: Path, read: Callable[[Path], T], advice: str) -> T | None:
+        """Reads a file; if something is wrong with it, keeps that and returns None."""
+        self.read_files.add(path)
         try:
-            read(path)
+            return read(path)
         except OutdatedFileError:
             self.notes.append(f"{path.name} is of an earlier version, and no longer read")
+        except FileNotFoundError:
+            self.damaged.append(Damage(path, f"{path} is missing.", advice.replace("Delete it and repeat", "Repeat")))
         except (RatpError, OSError, KeyError, TypeError, ValueError) as error:
-            problem = brief(error) if isinstance(error, RatpError) else f"{type(error).__name__}: {error}"
+            problem = brief(error) if isinstance(error, RatpError) else f"cannot read {path}: {error}."
             self.damaged.append(Damage(path, problem, advice))
-            return False
-        return True
+        return None
 
 
-def tensors_of(path: Path, schema: Schema, **expected: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Reads a tensor file that ratp wrote: its hash must be there and fit, and so must some entries about it."""
-    tensors, written = read_tensors(path)
+def about_tensors(path: Path, schema: Schema, **expected: Any) -> dict[str, Any]:
+    """Reads a tensor file that ratp wrote and returns its metadata; its hash and the given entries must fit."""
+    written = read_tensors(path)[1]
     about = schema.read(written, path)
     if schema.key in written and "sha256" not in read_about(path):  # files without a version may have none
         raise LostFileError(f"{path} is damaged: it has lost its hash.")
     for name, value in expected.items():
         if about.get(name) != value:
             raise LostFileError(f"{path} is of another run, stage or kind: its {name} differs.")
-    return tensors, about
+    return about
 
 
 def check_result(path: Path) -> Check:
     """Checks an exported result."""
     found = Check(path, "result")
-    if found.read(path, read_run, "Restore it from a copy, or export the run again.") and "sha256" not in read_json(
-        path
-    ):
+    record = found.read(path, read_run, "Restore it from a copy, or export the run again.")
+    if record and "sha256" not in read_json(path):
         found.notes.append("only its form was checked: an earlier version wrote it, without a hash")
     return found
 
@@ -116,10 +123,10 @@ def check_run(folder: Path) -> Check:
     if is_held(folder):
         found.notes.append("not checked, because the run is being written; repeat this when it has ended")
         return found
-    if not found.read(folder / "config.json", lambda _: read_config(folder), COPY):
+    config = found.read(folder / "config.json", lambda _: read_config(folder), COPY)
+    if config is None:
         return found
-    config = read_config(folder)
-    readers = _readers(config)
+    readers = _readers(folder, config)
     for path in sorted(folder.iterdir()):
         name = path.name
         if is_leftover(path):
@@ -128,27 +135,26 @@ def check_run(folder: Path) -> Check:
             found.read(path, *reader)
         elif name not in ("config.json", LOCK_FILE, CHECKSUMS_FILE) and path.is_file():
             found.notes.append(f"{name} was not checked: it is not a file of the run")
-    damaged = {damage.path.name for damage in found.damaged}
-    found.damaged += [damage for damage in _unlike_checksums(folder, config, found) if damage.path.name not in damaged]
-    if not found.damaged:
-        found.read(folder, lambda _: _agree(folder, config), COPY)
-        found.files -= 1
+    _compare_checksums(folder, config, readers, found)
+    if not found.damaged and (record := found.read(folder / "config.json", lambda _: read_run(folder), COPY)):
+        found.damaged += _disagreements(folder, record)
     return found
 
 
-def _readers(config: Mapping[str, Any]) -> dict[str, tuple[Callable[[Path], object], str]]:
-    """How to read each kind of file, and what to do if that fails."""
+def _readers(folder: Path, config: Mapping[str, Any]) -> Readers:
     run = {"fingerprint": config["fingerprint"]} if "fingerprint" in config else {}
 
+    before = folder / "state-before.safetensors"
+
     def tensors(schema: Schema, **expected: Any) -> Callable[[Path], object]:
-        return partial(tensors_of, schema=schema, **expected)
+        return partial(about_tensors, schema=schema, **expected)
 
     return {
         "environment.json": (lambda path: ENVIRONMENT.read(read_json(path), path), AGAIN),
         "matrix.json": (lambda path: Matrix.from_json(_own(read_json(path), config, path)), AGAIN),
         "journal.jsonl": (lambda path: read_journal(path, config), AGAIN),
-        "state.safetensors": (tensors(STATE, **run), EARLIER),
-        "state-before.safetensors": (tensors(STATE, **run), "Delete it; only a damaged state would need it."),
+        "state.safetensors": (tensors(STATE, **run), EARLIER if before.exists() else COPY),
+        before.name: (tensors(STATE, **run), "Delete it; only a damaged state would need it."),
         "checkpoint*.safetensors": (tensors(CHECKPOINT, **run), EARLIER),
         "weights.safetensors": (tensors(WEIGHTS), AGAIN),
         "samples.safetensors": (tensors(SAMPLES), WITHOUT),
@@ -163,45 +169,43 @@ def _own(about: dict[str, Any], config: Mapping[str, Any], path: Path) -> dict[s
     return about
 
 
-def _unlike_checksums(folder: Path, config: Mapping[str, Any], found: Check) -> Iterator[Damage]:
-    """Yields the files of a finished run that are missing or not as they were when it ended."""
+def _compare_checksums(folder: Path, config: Mapping[str, Any], readers: Readers, found: Check) -> None:
+    """Finds the files of a finished run that are missing or not as they were when it ended."""
     path = folder / CHECKSUMS_FILE
     if not path.exists():
         found.notes.append("only hashes inside files were checked: the run is unfinished or of an earlier version")
         return
-    if not found.read(path, lambda _: read_checksums(folder, config), "Delete it and repeat the run's command."):
-        return
-    readers = _readers(config)
-    for name, expected in read_checksums(folder, config).items():
-        file = folder / name
-        advice = next((readers[pattern][1] for pattern in readers if fnmatch(name, pattern)), COPY)
-        if not file.exists():
-            yield Damage(file, f"{file} is missing.", advice.replace("Delete it and repeat", "Repeat"))
-        elif sha256_of(file) != expected:
-            yield Damage(file, f"{file} has changed since the run ended.", advice)
+    checksums = found.read(path, lambda _: read_checksums(folder, config), AGAIN)
+    damaged = {damage.path.name for damage in found.damaged}
+    for name, expected in (checksums or {}).items():
+        if name not in damaged:
+            advice = next((readers[pattern][1] for pattern in readers if fnmatch(name, pattern)), COPY)
+            found.read(folder / name, partial(_check_hash, expected=expected), advice)
 
 
-def _agree(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises an error unless config, matrix, journal and state, intact each, are of the same run and stage."""
-    record = read_run(folder)
-    state = folder / "state.safetensors"
-    if not state.exists():
-        if record.matrix.stages:
-            raise RunDirectoryError(f"{state} is missing, though stages are finished.")
-        return
-    about = tensors_of(state, STATE)[1]
-    if Matrix.from_json(about["matrix"]).to_json()["accuracy"] != record.matrix.to_json()["accuracy"]:
-        raise RunDirectoryError(f"{folder / 'matrix.json'} and {state.name} have other accuracies.")
-    ended = bool(record.journal) and record.journal[-1].get("event") == "run_finished"
-    if ended and not (folder / "weights.safetensors").exists():
-        raise RunDirectoryError(f"{folder / 'weights.safetensors'} is missing, though the run is finished.")
+def _check_hash(path: Path, expected: str) -> None:
+    if sha256_of(path) != expected:
+        raise LostFileError(f"{path} has changed since the run ended.")
+
+
+def _disagreements(folder: Path, record: RunRecord) -> Iterator[Damage]:
+    """Yields the files, intact each, that do not fit the others of the run."""
+    state, matrix, weights = (folder / name for name in ("state.safetensors", "matrix.json", "weights.safetensors"))
+    if record.journal and record.journal[-1]["event"] == "run_finished" and not weights.exists():
+        yield Damage(weights, f"{weights} is missing, though the run is finished.", REPEAT)
+    if state.exists():
+        saved = Matrix.from_json(about_tensors(state, STATE)["matrix"])
+        if saved.to_json()["accuracy"] != record.matrix.to_json()["accuracy"]:
+            yield Damage(matrix, f"{matrix} and {state.name} have other accuracies.", REPEAT)
+    elif record.matrix.stages:
+        yield Damage(state, f"{state} is missing, though stages are finished.", COPY)
 
 
 def check_cache(folder: Path) -> Check:
     """Checks a cache folder: decoded images, drawn domains and source networks."""
     found = Check(folder, "cache")
     again = "Delete it; it is made again when needed."
-    found.files = sum(path.suffix in (".images", ".json") for path in (folder / "decoded").glob("*"))
+    found.read_files |= {path for path in (folder / "decoded").glob("*") if path.suffix in (".images", ".json")}
     for path, problem in store.check_cache(folder):
         found.damaged.append(Damage(path, f"{path} {problem}.", again))
     for name, schema in (("demo", DRAWN_DOMAIN), ("source-models", SOURCE_MODEL)):
@@ -209,7 +213,7 @@ def check_cache(folder: Path) -> Check:
             if is_leftover(path):
                 found.notes.append(f"{path.name} was left by a killed writer; it does no harm")
             else:
-                found.read(path, partial(tensors_of, schema=schema, key=path.stem), again)
+                found.read(path, partial(about_tensors, schema=schema, key=path.stem), again)
     return found
 
 

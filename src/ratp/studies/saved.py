@@ -6,7 +6,6 @@ of that has changed, torch is not imported. A user's method file never is: its r
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ratp._core.files import STUDY, read_json
+from ratp._core.files import STUDY, read_json, sha256_of
 from ratp.errors import Note, RatpError, RunDirectoryError
 from ratp.studies.record import Row
 from ratp.studies.reuse import Identity
@@ -64,7 +63,7 @@ def _with_recorded(study: Study, programs: Sequence[str]) -> Study:
 def _digest(path: Path) -> str:
     """The sha256 of a file, empty if it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return sha256_of(path)
     except OSError:
         return ""
 

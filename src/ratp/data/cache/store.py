@@ -230,12 +230,12 @@ def damaged_entries(cache: Path, *, pixels: bool = False) -> list[CacheEntry]:
     return found
 
 
-def check_cache(folder: Path, key: str | None = None) -> list[tuple[Path, str]]:
-    """Reads every stored byte of a cache folder, or of one entry, and returns the damaged files with what is wrong."""
+def check_cache(folder: Path) -> list[tuple[Path, str]]:
+    """Reads every stored byte of a cache folder, and returns the damaged files with what is wrong."""
     found = []
     for entry in sorted(_groups(folder / _FOLDER), key=lambda entry: entry.key):
         slot = Slot.of(folder, entry.key, entry.height, entry.width)
-        if key in (None, entry.key) and not is_locked(slot.lock):
+        if not is_locked(slot.lock):
             index = slot.folder / f"{entry.key}.json"
             problem = slot.problem() if index.exists() else (index, "is missing: writing the entry was interrupted")
             if problem is not None:

@@ -53,10 +53,9 @@ class ArchiveLimits:
     members: int = 2_000_000
     file_bytes: int = MAX_FILE_BYTES  # uncompressed size of one image
     total_bytes: int = 2**40  # uncompressed size of all images
-    ratio: int = 200  # compression ratio from which an image of ``ratio_from_bytes`` or more counts as a bomb
-    # uncompressed size from which the ratio matters; a plain picture can pack very well
-    ratio_from_bytes: int = 32 * 2**20
-    ratio_total_bytes: int = 256 * 2**20
+    ratio: int = 200  # compression ratio above which images count as a bomb if they are large; plain ones pack well
+    ratio_from_bytes: int = 32 * 2**20  # uncompressed size of one such image
+    ratio_total_bytes: int = 256 * 2**20  # or of all of them together
 
 
 def list_archive(path: Path, limits: ArchiveLimits | None = None) -> Listing:
