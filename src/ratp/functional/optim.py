@@ -7,9 +7,9 @@ Updates can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,10 @@ class SGDConfig:
         doc_ref=2,
     )
     nesterov: bool = switch(False, "Nesterov's momentum")
+
+
+# A preset of methods that train the source by plain cross-entropy: momentum, as the appendix of RaTP's paper has it.
+WITH_MOMENTUM: Mapping[str, Mapping[str, Any]] = {"momentum": {"sgd.momentum": 0.9, "sgd.nesterov": True}}
 
 
 def lr_multiplier(schedule: Schedule, epoch: int, epochs: int) -> float:

@@ -13,14 +13,16 @@ Deviation: the paper keeps statistics per domain and knows the domain of every i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ratp.config import switch
 from ratp.functional.norm import batch_norms
-from ratp.functional.optim import SGDConfig
+from ratp.functional.optim import WITH_MOMENTUM, SGDConfig
 from ratp.methods.shared.online import BatchStatistics, logits_by_batch, tracking
 from ratp.training.method import Setting, Statistics
 
@@ -42,6 +44,7 @@ class AdaBN(BatchStatistics):
     paper = "Li et al., Revisiting Batch Normalization For Practical Domain Adaptation, ICLR workshop 2017"
     needs = "no memory, one pass over a target"
     config_type = AdaBNConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_batches"
 
     def __init__(self, setting: Setting, config: AdaBNConfig) -> None:

@@ -41,7 +41,7 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.functional.colour import blend_, blur_inside, rotate_hue_
 from ratp.functional.norm import supports_row_masks
-from ratp.functional.optim import follow_
+from ratp.functional.optim import WITH_MOMENTUM, follow_
 from ratp.methods.shared.online import AdaptationConfig, BatchStatistics, logits_by_batch
 from ratp.networks.network import Network
 from ratp.training.method import Setting, pack, unpack
@@ -204,6 +204,7 @@ class CoTTA(BatchStatistics):
     paper = "Wang et al., Continual Test-Time Domain Adaptation, CVPR 2022"
     needs = "exemplars for replay, three networks, one pass over a target"
     config_type = CoTTAConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_optimiser _changes _chance _averaged _batches"
     large: ClassVar[Mapping[str, Any]] = {
         "step.optimiser": "sgd",

@@ -29,6 +29,7 @@ from ratp.config import switch
 from ratp.data.domain import LabelledDomain
 from ratp.functional.losses import logit_entropy
 from ratp.functional.norm import affine_parameters
+from ratp.functional.optim import WITH_MOMENTUM
 from ratp.methods.shared.online import LARGE_STEPS, AdaptationConfig, AffineMethod, in_batches, logits_by_batch
 from ratp.training.method import Setting, pack, unpack
 
@@ -83,6 +84,7 @@ class EATA(AffineMethod):
     paper = "Niu et al., Efficient Test-Time Model Adaptation without Forgetting, ICML 2022"
     needs = "exemplars for replay, Fisher information of the source, one pass over a target"
     config_type = EATAConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_shown _learnt"
     large: ClassVar[Mapping[str, Any]] = {**LARGE_STEPS, "fisher_weight": 2000.0}
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.functional.optim import SGDConfig
+from ratp.functional.optim import WITH_MOMENTUM, SGDConfig
 from ratp.training.method import pack, unpack
 from ratp.training.phase import Phase
 from ratp.training.phases import NetworkMethod, SupervisedPhase
@@ -33,6 +34,7 @@ class SourceOnly(NetworkMethod):
     family = "control"
     paper = "Vapnik, Principles of Risk Minimization for Learning Theory, NeurIPS 1991"
     config_type = SourceOnlyConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     ignores_targets = True
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,7 +29,7 @@ from ratp.config import switch
 from ratp.errors import ConfigError
 from ratp.functional.losses import logit_entropy
 from ratp.functional.numerics import ranks_within
-from ratp.functional.optim import SGDConfig
+from ratp.functional.optim import WITH_MOMENTUM, SGDConfig
 from ratp.methods.shared.online import OnlineNetwork
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.recipe import Recipe, run_in_chunks
@@ -89,6 +89,7 @@ class T3A(OnlineNetwork):
     paper = "Iwasawa and Matsuo, Test-Time Classifier Adjustment Module, NeurIPS 2021"
     needs = "no gradient on targets, one pass over a target; exemplars if requested"
     config_type = T3AConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
 
     def __init__(self, setting: Setting, config: T3AConfig) -> None:
         super().__init__(setting, config)

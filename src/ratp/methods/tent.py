@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ratp.functional.losses import logit_entropy
+from ratp.functional.optim import WITH_MOMENTUM
 from ratp.methods.shared.online import LARGE_STEPS, AdaptationConfig, AffineMethod, logits_by_batch
 
 
@@ -34,6 +35,7 @@ class Tent(AffineMethod):
     paper = "Wang et al., Tent: Fully Test-Time Adaptation by Entropy Minimization, ICLR 2021"
     needs = "exemplars for replay, one pass over a target"
     config_type = AdaptationConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     large: ClassVar[Mapping[str, Any]] = LARGE_STEPS
 
     def learn(self, inputs: Tensor) -> Tensor:
