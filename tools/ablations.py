@@ -45,15 +45,14 @@ class Line:
 
 
 def known_study(name: str, results: Path = ROOT / "results") -> Study:
-    """A study of the paper, with what results/ holds of its runs.
+    """A study of the paper, with the results of its runs: all made from the same images.
 
     Args:
-        name: Of its file, and of the folder of its own results.
+        name: Of its file, and of the folder of its results.
         results: The folder of all results.
     """
     study = read_study(STUDIES / f"{name}.toml", ROOT / "runs", RunRequest(device="cpu", weights=NO_WEIGHTS))
-    files = [path for folder in ("digits", name) for path in sorted((results / folder).glob("*.json"))]
-    return study.with_results(map(read_run, files))
+    return study.with_results(map(read_run, sorted((results / name).glob("*.json"))))
 
 
 def lines(study: Study, grid: int) -> list[Line]:

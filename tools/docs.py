@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from ablations import ablation_tables, sensitivity_tables
 from published import SPELLING, printed
 from ratp.config import as_dict, switches
-from ratp.evaluation.matrix import METRICS, Metric
+from ratp.evaluation.matrix import METRICS
 from ratp.guard.watch import LIMITS
 from ratp.methods import METHODS
 from ratp.methods.ratp import RaTP
@@ -31,7 +31,7 @@ from ratp.runs.plan import preset_config
 from ratp.runs.record import RunRecord, read_run
 from ratp.streams.benchmarks import DIGITS, PACS
 from ratp.streams.stream import StreamSpec
-from reproducibility import counts
+from reproducibility import PROTOCOLS, SAME_NETWORK, counts
 
 ROOT = Path(__file__).parents[1]
 GUARD_KINDS = {
@@ -149,25 +149,39 @@ def benchmark_table() -> str:
     return "\n\n".join(blocks)
 
 
-def method_averages(
-    spec: StreamSpec, folder: str = "", order_name: str = "default", *, all_methods: bool = True
-) -> str:
-    """Averages of every method on an order of a benchmark, each with the paper's beside it.
+def ten_orders() -> str:
+    """RaTP's averages on the ten orders of Digits, each with the paper's beside it."""
+    lines = ["| order | TDG | TDA | FA |", "|---|---:|---:|---:|"]
+    means: dict[str, tuple[list[float], list[float]]] = {metric: ([], []) for metric in METRICS}
+    for name, order in DIGITS.orders.items():
+        if not name.isdecimal():
+            continue
+        (run,) = (run for run in ratp_runs(DIGITS, order) if run.seed == 2022)
+        cells = []
+        for metric in METRICS:
+            ours = run.matrix.average(metric)
+            paper = printed(DIGITS.name, order, metric, "average", RaTP.name, "orders")
+            assert paper is not None
+            means[metric][0].append(ours)
+            means[metric][1].append(paper)
+            cells.append(f"{ours:.1f} ({paper:.1f})")
+        lines.append(f"| {name} {'>'.join(order)} | {' | '.join(cells)} |")
+    averages = [f"{mean(ours):.1f} ({mean(paper):.1f})" for ours, paper in means.values()]
+    return "\n".join([*lines, f"| mean of all | {' | '.join(averages)} |"])
 
-    Args:
-        spec: The benchmark.
-        folder: Where the results lie in its own folder, if they are trials: then all that are finished count.
-        order_name: Which order.
-        all_methods: Whether those that were not run have a row, too.
-    """
+
+def method_averages(spec: StreamSpec, order_name: str = "default") -> str:
+    """Averages of every method on an order of a benchmark under every protocol, each with the paper's beside it."""
     order = spec.orders[order_name]
-    runs = [read_run(path) for path in sorted((ROOT / "results" / spec.name / folder).glob("*.json"))]
-    lines = ["| method | seeds | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
-    for name in METHODS:
-        found = [run for run in runs if run.method == name and run.matrix.domains == order]
-        found = [run for run in found if (run.matrix.complete if folder else counts(run))]
+    runs = [read_run(path) for path in sorted((ROOT / "results" / spec.name).glob("*.json"))]
+    runs = [run for run in runs if run.matrix.domains == order and counts(run)]
+    lines = ["| method | protocol | seeds | TDG | TDA | FA |", "|---|---|---:|---:|---:|---:|"]
+    missing = []
+    for name, (preset, protocol) in product(METHODS, PROTOCOLS.items()):
+        found = [run for run in runs if run.method == name and run.config["preset"] == preset]
         if not found:
-            lines += [f"| `{name}` | not run | – | – | – |"] if all_methods else []
+            if preset == SAME_NETWORK and name in SPELLING:
+                missing.append(f"`{name}`")
             continue
         cells = []
         for metric in METRICS:
@@ -175,39 +189,10 @@ def method_averages(
             paper = printed(spec.name, order, metric, "average", name, "orders") if main is None else main
             ours = _mean([run.matrix.average(metric) for run in found])
             cells.append(ours if paper is None else f"{ours} ({paper:.1f})")
-        lines.append(f"| `{name}` | {len(found)} | {' | '.join(cells)} |")
+        lines.append(f"| `{name}` | {protocol} | {len(found)} | {' | '.join(cells)} |")
+    if missing:
+        lines += ["", f"Not run yet: {', '.join(missing)}."]
     return "\n".join(lines)
-
-
-# What stands in the table of frames: a method, a metric and the methods of the paper it is compared with.
-FRAMED: tuple[tuple[str, Metric, tuple[str, ...]], ...] = (
-    ("source-only", "TDG", ("t3a", "tent")),
-    ("ratp", "TDG", ("ratp",)),
-    ("ratp", "TDA", ("ratp",)),
-    ("ratp", "FA", ("ratp",)),
-)
-
-
-def frames_tables() -> str:
-    """Digits as they are and with other frames: source-only training and RaTP, a table an order."""
-    folder = ROOT / "results" / DIGITS.name
-    blocks = []
-    for name, suffix in (("default", ""), ("reverse", "-US-SD-SN-MM-MT")):
-        order = DIGITS.orders[name]
-        names = [*order, "average"]
-        lines = [f"| {'>'.join(order)} | images | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names)]
-        for method, metric, compared in FRAMED:
-            for pictures, place in (("our margins", folder), ("Digits-Five margins", folder / "frames")):
-                matrix = read_run(place / f"{method}-2022{suffix}.json").matrix
-                ours = matrix.metric(metric) | {"average": matrix.average(metric)}
-                cells = [f"{ours[n]:.1f}" if n in ours else "–" for n in names]
-                lines.append(f"| `{method}`, {metric} | {pictures} | {' | '.join(cells)} |")
-            paper = [[printed(DIGITS.name, order, metric, n, other) for other in compared] for n in names]
-            cells = [", ".join(f"{v:.1f}" for v in some if v is not None) or "–" for some in paper]
-            whose = " and ".join(SPELLING[other] for other in compared)
-            lines.append(f"| *{whose}, {metric}* | *paper* | {' | '.join(cells)} |")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
 
 
 def _mean(values: list[float]) -> str:
@@ -285,13 +270,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "switches": switch_table,
     "benchmark table": benchmark_table,
     "ratp averages": ratp_averages,
+    "ten orders": ten_orders,
     "digits methods": partial(method_averages, DIGITS),
     "digits reverse methods": partial(method_averages, DIGITS, order_name="reverse"),
     "pacs methods": partial(method_averages, PACS),
     "pacs reverse methods": partial(method_averages, PACS, order_name="reverse"),
-    "digits own optimiser": partial(method_averages, DIGITS, "own-optimiser", all_methods=False),
-    "pacs own optimiser": partial(method_averages, PACS, "own-optimiser", all_methods=False),
-    "frames": frames_tables,
     "ablations": ablation_tables,
     "sensitivity": sensitivity_tables,
     "guard table": guard_table,

@@ -111,6 +111,14 @@ class TestWhatCounts:
         assert found(cell, record(method="ratp")).ours.n == 1
         assert found(cell, record(method="ratp", preset="paper")).ours is None
 
+    def test_a_method_with_its_own_head_counts_beside_itself_on_the_same_network(self):
+        cell = main_cell("TDA", "A")
+        runs = [record("a.json", level=70.0), record("b.json", preset="own-head", level=90.0)]
+        items = [item for item in tool.compare(tool.collect(runs)) if item.cell == cell]
+        assert [(item.preset, item.ours.mean) for item in items] == [("official", 70.0), ("own-head", 90.0)]
+        changed = record(preset="own-head", changed={"epochs": 3})
+        assert [item.ours for item in tool.compare(tool.collect([changed])) if item.cell == cell] == [None]
+
     def test_values_decide_not_what_was_asked_for(self):
         momentum = record().config["switches"]["sgd.momentum"]
         assert found(main_cell("TDA", "A"), record(changed={"sgd.momentum": momentum})).ours.n == 1
@@ -122,9 +130,9 @@ class TestWhatCounts:
         for folder in ("pacs/earlier", "demo"):
             (tmp_path / folder).mkdir(parents=True)
             record().export(tmp_path / folder / "shot.json")
-        assert row(tool.page(tmp_path), "all", "")[3] == "0"
+        assert row(tool.page(tmp_path), "same network", "all", "")[4] == "0"
         record().export(tmp_path / "pacs" / "shot.json")
-        assert row(tool.page(tmp_path), "all", "")[3] == "13"
+        assert row(tool.page(tmp_path), "same network", "all", "")[4] == "13"
 
     def test_ratp_on_one_source_and_one_target_counts_as_the_paper_has_it(self):
         pair = ("P", "A")
@@ -231,9 +239,9 @@ class TestPage:
     def test_what_was_run_stands_beside_the_paper_and_the_rest_of_the_paper_alone(self, tmp_path):
         page = tool.page(write_results(tmp_path, record(accuracy=TestNumbers.ACCURACY)))
         section = page.split("### pacs, P>A>C>S")[1].split("###")[0]
-        assert row(section, "SHOT", "1", "TDG")[3:5] == ["–", "60.0 (68.2) −8.2 ▼"]
-        assert row(section, "SHOT", "1", "FA")[-2:] == ["–", "81.5 (80.1) +1.4"]
-        assert row(section, "RaTP", "–", "TDA")[3:5] == ["– (99.5)", "– (87.5)"]
+        assert row(section, "SHOT", "same network", "1", "TDG")[4:6] == ["–", "60.0 (68.2) −8.2 ▼"]
+        assert row(section, "SHOT", "same network", "1", "FA")[-2:] == ["–", "81.5 (80.1) +1.4"]
+        assert row(section, "RaTP", "same network", "–", "TDA")[4:6] == ["– (99.5)", "– (87.5)"]
         assert "configs/paper/pacs.toml" in section
 
     def test_every_number_of_the_paper_is_there(self, tmp_path):
@@ -252,10 +260,26 @@ class TestPage:
 
     def test_the_summary_counts_cells(self, tmp_path):
         page = tool.page(write_results(tmp_path, record(accuracy=TestNumbers.ACCURACY)))
-        printed, ours, *verdicts = map(int, row(page, "Main orders", "pacs")[2:])
+        printed, ours, *verdicts = map(int, row(page, "same network", "Main orders", "pacs")[3:])
         assert (printed, ours) == (338, 13)
         assert sum(verdicts) == ours
-        assert row(page, "all", "")[2:4] == ["1884", "13"]
+        assert row(page, "same network", "all", "")[3:5] == ["1884", "13"]
+        assert row(page, "same network", "all of RaTP", "")[4] == "0"
+
+    def test_each_protocol_has_rows_and_a_summary_of_its_own(self, tmp_path):
+        runs = [record("a.json", level=70.0), record("b.json", preset="own-head", level=90.0)]
+        page = tool.page(write_results(tmp_path, *runs))
+        section = page.split("### pacs, P>A>C>S")[1].split("###")[0]
+        for name, level in (("same network", "70.0"), ("own head", "90.0")):
+            assert row(section, "SHOT", name, "1", "TDA")[5].startswith(level)
+            assert row(page, name, "Main orders", "pacs")[4] == "13"
+        assert "| momentum | Main orders |" not in page
+
+    def test_numbers_that_the_paper_does_not_explain_are_marked(self, tmp_path):
+        page = tool.page(tmp_path)
+        section = page.split("### pacs, P>A>C>S")[1].split("###")[0]
+        assert row(section, "SNR ‡", "same network", "–", "TDA")
+        assert "1.8 points from PDEN's, 2.2 points from L2D's and 16.6 points from SHOT's" in page
 
     def test_every_file_is_named_with_what_it_was_made_with(self, tmp_path):
         runs = [record("a.json"), record("b.json", seed=2023), record("c.json", method="adabn")]
@@ -271,5 +295,5 @@ class TestPage:
 
     def test_a_folder_without_results_has_nothing_run(self, tmp_path):
         page = tool.page(tmp_path)
-        assert row(page, "all", "")[2:] == ["1884", *["0"] * 5]
+        assert row(page, "same network", "all", "")[3:] == ["1884", *["0"] * 5]
         assert "Files used for no cell: none." in page

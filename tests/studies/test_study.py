@@ -70,11 +70,11 @@ class TestFiles:
         ("name", "runs"),
         {
             "paper/ablations": 45,
-            "paper/digits": 120,
+            "paper/digits": 186,
             "paper/digits-ten-orders": 80,
-            "paper/domainnet10": 60,
+            "paper/domainnet10": 93,
             "paper/domainnet10-ten-orders": 80,
-            "paper/pacs": 120,
+            "paper/pacs": 186,
             "paper/pacs-ten-orders": 80,
             "paper/sensitivity": 13,
             "paper/stationary": 84,
@@ -311,10 +311,10 @@ class TestMistakes:
             "grid 1: unknown stream 'digts'. Did you mean 'digits'?",
             "grid 1, rapt: unknown method 'rapt'",
             "grid 2: unknown order 'sideways'",
-            "grid 2, shot: unknown preset of shot 'paper'",
-            "grid 2, shot: unknown switch 'pca.scale'",
-            "grid 2, ratp: unknown switch 'lrr'",
-            "grid 2, shot: unknown switch 'lrr'",
+            "grid 2, shot (paper): unknown preset of shot 'paper'",
+            "grid 2, shot (paper): unknown switch 'pca.scale'",
+            "grid 2, ratp (paper): unknown switch 'lrr'",
+            "grid 2, shot (paper): unknown switch 'lrr'",
             "grid 2: the seed must be in",
             "grid 2: epochs must be a whole number, got 'many'",
             "grid 3 names no stream",
@@ -323,6 +323,11 @@ class TestMistakes:
         for part in parts:
             assert len([problem for problem in found if part in problem]) == 1, (part, found)
         assert len(found) == len(parts)
+
+    def test_rows_of_a_preset_are_named_after_it(self):
+        own = DIGITS.replace('"ratp"', '"shot"') + 'preset = "own-head"'
+        study = plan_study(DIGITS.replace('"ratp"', '"shot"') + own)
+        assert [row.label for entry in study.entries for row in entry.rows] == ["shot", "shot (own-head)"]
 
     def test_mistakes_outside_the_file_are_not_blamed_on_it(self):
         Path("study.toml").write_text(DIGITS + "sed = 1")

@@ -259,7 +259,7 @@ class Section:
             notes += _group_notes(group)
         made = {f"{name}: {what}" for run in self.runs for name, what in _texts(run.config.get("origins")).items()}
         if made:
-            notes.append(f"Not the published data: {'; '.join(sorted(made))}.")
+            notes.append(f"Images as they were used: {'; '.join(sorted(made))}.")
         known = dict.fromkeys(line for run in self.runs for line in _first_lines(run.config.get("notes")))
         if known:
             notes.append(f"About the images: {'; '.join(known)}.")

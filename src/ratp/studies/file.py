@@ -185,7 +185,8 @@ class _Grid:
     def _methods(self) -> list[tuple[Row, RunRequest]]:
         names = self._list("methods", [], str, "texts")
         names = [name for given in names for name in (METHODS if given == "all" else [given])]
-        return [self._row(name, name, {}) for name in dict.fromkeys(names)]
+        preset = "" if self._preset == DEFAULT_PRESET else f" ({self._preset})"
+        return [self._row(f"{name}{preset}", name, {}) for name in dict.fromkeys(names)]
 
     def _variants(self) -> list[tuple[Row, RunRequest]]:
         rows = []
