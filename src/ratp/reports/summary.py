@@ -297,7 +297,7 @@ _Key = tuple[str, str, tuple[str, ...]]
 
 
 def _key(run: RunRecord) -> _Key:
-    return run.label, str(run.config["stream"]), run.matrix.domains
+    return run.label, run.stream, run.matrix.domains
 
 
 def _unnamed(run: RunRecord) -> dict[str, str]:

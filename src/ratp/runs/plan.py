@@ -25,10 +25,11 @@ from ratp.methods.custom import file_hash
 from ratp.networks.backbones import is_pretrained
 from ratp.networks.weights import Weights, find_weights
 from ratp.runs import DEFAULT_PRESET
-from ratp.runs.record import RunRecord, fingerprint_of
+from ratp.runs.record import LABEL_SHIFT, RunRecord, fingerprint_of
 from ratp.runs.request import RunRequest, check_types
 from ratp.streams import FOLDERS, STREAMS, find_stream
 from ratp.streams.folders import from_paths, without_labels
+from ratp.streams.label_shift import shift_labels
 from ratp.streams.stream import DataOptions, Domain, LoadedDomain, Stream, StreamSpec, make_stream, parse_order
 from ratp.training.method import Method, Setting
 from ratp.training.recipe import Recipe, follow_backbone
@@ -104,8 +105,10 @@ class RunPlan:
 
     @property
     def title(self) -> str:
-        """Stream, method and seed, for file names and headings."""
-        return f"{self.spec.name}-{self.method.name}-{self.seed}"
+        """Stream with its label shift, method and seed, for file names and headings."""
+        shift = [self.recipe.label_shift] if self.recipe.label_shift != "none" else []
+        shift += ["missing"] if self.recipe.shifts_labels and not shift else []
+        return "-".join((self.spec.name, *shift, self.method.name, str(self.seed)))
 
     def on(self, name: str, domains: Sequence[Domain]) -> RunPlan:
         """Returns the same plan on images in memory; such a run can only be executed in this process.
@@ -139,6 +142,8 @@ class RunPlan:
     def load_stream(self) -> Stream:
         """Loads the domains."""
         domains = self.spec.load(self.order, self.recipe.size, self.data)
+        if self.recipe.shifts_labels:
+            domains = shift_labels(self.spec.name, domains, self.recipe)
         return make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
 
     def build_method(self, stream: Stream, models: SourceModels | None = None) -> Method:
@@ -161,7 +166,7 @@ class RunPlan:
             return None
         about = {
             "seed": self.seed,
-            "recipe": as_dict(self.recipe),
+            "recipe": {name: value for name, value in as_dict(self.recipe).items() if name not in LABEL_SHIFT},
             "classes": list(stream.classes),
             "source": stream.fingerprints[stream.order[0]],
             "weights": self.weights.sha256 if self.weights else None,

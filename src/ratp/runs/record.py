@@ -59,6 +59,8 @@ NEW_FOLDER = "Choose an empty or new folder with --out."
 ORACLE = "knows target labels"
 # Mark of runs that continue an earlier run, in whose stages the new domains were not measured.
 CONTINUED = "continued"
+# The values of a recipe that thin targets by class; the source stays as it is.
+LABEL_SHIFT = ("label_shift", "label_shift_seed", "missing_classes")
 # The entries of a config that determine the result; the fingerprint is their hash.
 DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard", "after")
 _FOUND = ("classes", "data", "weights")
@@ -95,6 +97,13 @@ class RunRecord:
     def method(self) -> str:
         """Name of the method."""
         return str(self.config["method"])
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream, with the label shift of its targets if there is one."""
+        recipe = self.config.get("recipe")
+        shift = [f"{name}={recipe[name]}" for name in LABEL_SHIFT if name in recipe] if isinstance(recipe, dict) else []
+        return ", ".join((str(self.config["stream"]), *shift))
 
     @property
     def label(self) -> str:

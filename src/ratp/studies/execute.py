@@ -131,7 +131,9 @@ def _image_hashes(plan: RunPlan, known: dict[object, Mapping[str, str]], progres
     """The hash of every domain's images; empty where they are not read from files, or cannot be."""
     if plan.spec.places is None:
         return {}
-    key = plan.spec.name, frozenset(plan.order), plan.order[0], plan.recipe.size, plan.recipe.hold_out
+    recipe = plan.recipe
+    shift = recipe.label_shift, recipe.label_shift_seed, recipe.missing_classes
+    key = plan.spec.name, frozenset(plan.order), plan.order[0], recipe.size, recipe.hold_out, shift
     if key not in known:
         try:
             known[key] = replace(plan, data=replace(plan.data, progress=progress)).load_stream().fingerprints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from ratp.functional.transforms import NONE, Transform, TransformConfig
 from ratp.networks.backbones import is_pretrained, pretrained_input
 from ratp.networks.network import Network, NetworkConfig, check_network
 from ratp.training.cuda_graphs import on_two_streams
+
+LabelShift = Literal["none", "half", "few", "long-tail", "90/10"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,18 @@ class Recipe:
     std: tuple[float, float, float] = switch((0.5, 0.5, 0.5), "channel deviations the images are divided by", above=0)
     source_transform: TransformConfig = switch(NONE, "random changes of source images while training")
     target_transform: TransformConfig = switch(NONE, "random changes of target and memory images while training")
+    label_shift: LabelShift = switch("none", "how targets are thinned by class", hash_default=False)
+    label_shift_seed: int = switch(
+        0, "seed of the classes and images that label_shift leaves out", minimum=0, hash_default=False
+    )
+    missing_classes: str = switch(
+        "none", "classes left out of targets, e.g. rain:dog,cat; night:cat", hash_default=False
+    )
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether any target is thinned by class."""
+        return self.label_shift != "none" or self.missing_classes not in ("", "none")
 
 
 def usual_values(backbone: str) -> dict[str, Any]:
