@@ -43,6 +43,7 @@ ROOMS = {
     "reports": {
         "_core",
         "evaluation.matrix",
+        "evaluation.online",
         "runs.record",
         "studies.record",
     },

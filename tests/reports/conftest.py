@@ -29,9 +29,13 @@ def write_run(
     changed: Mapping[str, Any] | None = None,
     probes: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     samples: Mapping[str, np.ndarray] | None = None,
+    passes: Mapping[str, Mapping[str, Any]] | None = None,
     **config: Any,
 ) -> Path:
-    """Writes a run directory; ``probes`` holds (progress, accuracy) of target domains in their own stage."""
+    """Writes a run directory.
+
+    ``probes`` holds (progress, accuracy) of target domains in their own stage, ``passes`` scores of the passes before.
+    """
     folder.mkdir(parents=True)
     values = {
         "schema": 1,
@@ -63,7 +67,8 @@ def write_run(
         if stage < len(accuracy):
             row = dict(zip(order, accuracy[stage], strict=True))
             end = {"event": "stage_finished", "stage": stage, "domain": domain, "accuracy": row, "statistics": {}}
-            events.append({**end, "seconds": 10.0 + stage})
+            streamed = {"online": passes[domain]} if domain in (passes or {}) else {}
+            events.append({**end, "seconds": 10.0 + stage, **streamed})
     (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     if samples:
         save_file(dict(samples), folder / "samples.safetensors")

@@ -41,6 +41,14 @@ Probe = Annotated[
     bool,
     typer.Option("--probe/--no-probe", help="Measure the new domain after every epoch. Changes no result."),
 ]
+Online = Annotated[
+    bool,
+    typer.Option(
+        "--online",
+        help="Before each target stage, stream the target past a copy of the model once and measure its accuracy "
+        "meanwhile. Changes no other result.",
+    ),
+]
 SaveEvery = Annotated[
     float,
     typer.Option(metavar="SEC", help="Seconds between checkpoints; 0: only after each stage. Changes no result."),

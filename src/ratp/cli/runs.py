@@ -100,6 +100,7 @@ def run(
     on_bad_image: opt.OnBadImage = "stop",
     extra_classes: opt.ExtraClasses = "stop",
     probe: opt.Probe = False,
+    online: opt.Online = False,
     features: opt.Features = False,
     save_every: opt.SaveEvery = SAVE_EVERY,
     reuse_source: opt.ReuseSource = True,
@@ -152,6 +153,7 @@ def run(
                 data=options,
                 weights=weights,
                 guard=guard,
+                online=online,
             )
             for method, order, seed in combinations
         ]

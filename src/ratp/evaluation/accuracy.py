@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ratp._core.environment import Randomness
 from ratp.data.domain import LabelledDomain
 from ratp.errors import TrainingError
+from ratp.evaluation.online import BLOCK, ORDERS, Counts
 from ratp.streams.stream import Stream
-from ratp.training.method import Method, check_scores
+from ratp.training.method import Method, OnlineMethod, check_scores
 from ratp.training.phase import called
 
 FEATURE_COUNT = 200  # images per domain
+# Concentration of the order of images that come class by class to a large degree.
+CLUSTERING = 0.1
 
 
 def accuracy(method: Method, domain: LabelledDomain) -> float:
@@ -30,6 +34,24 @@ def _percent_correct(logits: Tensor, domain: LabelledDomain, giver: str) -> floa
     if count < 0:
         raise TrainingError(f"predictions on {domain.name} are not finite")
     return 100 * count / len(domain)
+
+
+def _predicted(method: Method, domain: LabelledDomain) -> Tensor:
+    """Returns which images a method predicts right."""
+    return _hits(method.predict(domain.images), domain, called(method, "predict"))
+
+
+def _observed(method: Method, batch: LabelledDomain, device: torch.device) -> Tensor:
+    """Returns which images of a batch a method predicts right; an online method adapts to them."""
+    if not isinstance(method, OnlineMethod):
+        return _predicted(method, batch)
+    return _hits(method.observe(batch.images.to(device)), batch, called(method, "observe"))
+
+
+def _hits(logits: Tensor, domain: LabelledDomain, giver: str) -> Tensor:
+    check_scores(logits, len(domain), len(domain.classes), giver)
+    right = logits.argmax(dim=1) == domain.labels.to(logits.device)
+    return (right & logits.isfinite().all(dim=1)).cpu()
 
 
 @final
@@ -67,6 +89,57 @@ class Evaluator:
             return {} if test is None else {test.name: accuracy(method, test)}
         except TrainingError:
             return {}
+
+    def passes(self, build: Callable[[], Method], stage: int, batch: int, device: torch.device) -> dict[str, Counts]:
+        """Streams the domain of a stage once in every order past methods that ``build`` returns.
+
+        Those that learn while they predict do so, batch by batch; others only predict. Predictions that are not finite
+        count as wrong.
+
+        Args:
+            build: Builds the method as it was before the stage; what it returns is used up.
+            stage: Number of the stage.
+            batch: Images in a batch; a single last image joins the batch before.
+            device: Where online methods get their images.
+
+        Returns:
+            Right predictions by order; nothing if the domain has no labels.
+        """
+        test = self._tests[stage]
+        if test is None:
+            return {}
+        frozen, found = _predicted(build(), test), {}
+        for name in ORDERS:
+            method = build()
+            order = self._order(name, test)
+            parts = list(torch.split(order, batch))
+            if len(parts) > 1 and len(parts[-1]) == 1:
+                parts[-2:] = [torch.cat(parts[-2:])]
+            hits = torch.cat([_observed(method, test.subset(part), device) for part in parts])
+            counts = ([int(block.sum()) for block in torch.split(one, BLOCK)] for one in (hits, frozen[order]))
+            found[name] = Counts(len(test), *map(tuple, counts))
+        return found
+
+    def _order(self, name: str, test: LabelledDomain) -> Tensor:
+        """Returns the order in which the images of a domain arrive, the same for all methods.
+
+        ``clustered``: there are as many slots as classes, and the images of every class are spread over the slots by a
+        Dirichlet distribution of concentration :data:`CLUSTERING`. Slot follows slot, and within a slot, class follows
+        class in random order.
+        """
+        randomness = Randomness(self._seed)
+        if name == "shuffled":
+            return torch.randperm(len(test), generator=randomness.generator("online", name, test.name))
+        rng = np.random.default_rng(randomness.derive("online", name, test.name))
+        labels = test.labels.cpu().numpy()
+        classes = np.unique(labels)
+        spread = []
+        for label in classes:
+            members = rng.permutation(np.flatnonzero(labels == label))
+            ends = np.cumsum(rng.dirichlet([CLUSTERING] * len(classes)))[:-1]
+            spread.append(np.split(members, np.round(ends * len(members)).astype(int)))
+        slots = ([spread[k][slot] for k in rng.permutation(len(classes))] for slot in range(len(classes)))
+        return torch.from_numpy(np.concatenate([part for slot in slots for part in slot]))
 
     def embeddings(self, method: Method) -> dict[str, Tensor]:
         """Embeds up to :data:`FEATURE_COUNT` test images per domain, the same ones on every call.

@@ -19,7 +19,7 @@ from ratp._core.locks import InUseError
 from ratp.config import as_dict
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
 from ratp.methods.custom import own_traceback
-from ratp.runs.events import Event, Probed, StageFinished, StageStarted, Trained, Waiting
+from ratp.runs.events import Event, Probed, StageFinished, StageStarted, Streamed, Trained, Waiting
 from ratp.runs.plan import RunPlan, resolve
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
@@ -27,7 +27,9 @@ from ratp.streams.stream import DataOptions
 from ratp.training.phase import Tick
 
 _ERRORS: Mapping[str, type[RatpError]] = {kind.__name__: kind for kind in (RunDirectoryError, TrainingError, RatpError)}
-_EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in (Waiting, StageStarted, Probed, StageFinished)}
+_EVENTS: Mapping[str, type[Event]] = {
+    kind.__name__: kind for kind in (Waiting, StageStarted, Streamed, Probed, StageFinished)
+}
 
 
 class OtherPlanError(Exception):

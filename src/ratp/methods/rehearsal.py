@@ -68,7 +68,7 @@ def rehearse(build: Callable[[], Method], source: LabelledDomain, device: torch.
         give_generators(method, Randomness(0), device, 1)
         return method.labelled_target_phases(domain) if uses_labels else method.target_phases(domain.unlabelled())
 
-    with _chance_put_back(device):
+    with chance_put_back(device):
         method = build()
         questions: Sequence[Callable[[], object]] = (
             lambda: _scores(method, source),
@@ -99,7 +99,7 @@ def check_kept(
     method: Method, build: Callable[[], Method], source: LabelledDomain, device: torch.device, precision: Precision
 ) -> None:
     """Refuses a method whose predictions of some images change when it is built again and loads its own state."""
-    with _chance_put_back(device):
+    with chance_put_back(device):
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in method.state().items()}
         trained = _scores(method, source)
         if not trained.isfinite().all():  # measuring reports it
@@ -246,7 +246,7 @@ def _scores(method: Method, source: LabelledDomain) -> Tensor:
 
 
 @contextmanager
-def _chance_put_back(device: torch.device) -> Iterator[None]:
+def chance_put_back(device: torch.device) -> Iterator[None]:
     """Restores the global generators afterwards: a custom method may draw from them."""
     python, numpys = random.getstate(), np.random.get_state()
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from ratp.errors import csv_cell
 from ratp.evaluation.matrix import METRICS
-from ratp.reports.summary import Group, Measure, Section, by_domain, group_runs, sections
+from ratp.reports.summary import ONLINE, Group, Measure, Section, by_domain, group_runs, online_scores, sections
 from ratp.reports.tables import (
     MEANING,
     Entry,
@@ -22,6 +22,7 @@ from ratp.reports.tables import (
     matrix_table,
     metrics_table,
     most_places,
+    online_tables,
     order_text,
 )
 from ratp.runs.record import RunRecord
@@ -67,6 +68,8 @@ def markdown_report(
             blocks.append(markdown_table(metrics_table(section), corner="Metric (%)"))
         else:
             blocks += [markdown_table(table, corner=f"{table.kind} (%)") for table in domain_tables(section)]
+        for table in online_tables(section):
+            blocks += markdown_block(table)
         for part in section.parts:
             blocks.append(f"### Accuracy matrix (%): {escape_markdown(part.name)}, {part.status}")
             blocks.append(_matrix(part))
@@ -154,7 +157,9 @@ def _mark_note(places: int, second: str) -> list[str]:
 
 def latex_report(runs: Sequence[RunRecord], opening: str = "") -> str:
     """One booktabs table per section after ``opening``; the best number bold, the second best underlined."""
-    tables = [_latex_section(section) for section in sections(group_runs(runs))]
+    tables = []
+    for section in sections(group_runs(runs)):
+        tables += [_latex_section(section), *map(latex_block, online_tables(section))]
     needs = "% Needs \\usepackage[T1]{fontenc} and \\usepackage{adjustbox,booktabs}.\n"
     return needs + "\n".join([opening, *tables] if opening else tables)
 
@@ -274,6 +279,10 @@ def _csv_lines(run: RunRecord) -> Iterable[tuple[object, ...]]:
             yield measure, "", domain, value
         if values:
             yield measure, "", "average", math.fsum(values.values()) / len(values)
+    for order, scores in online_scores(run).items():
+        for domain, score in scores.items():
+            for column, value_of in ONLINE.items():
+                yield f"online {order} {column}", "", domain, "" if math.isnan(value_of(score)) else value_of(score)
 
 
 def csv_tables(tables: Sequence[Table]) -> str:

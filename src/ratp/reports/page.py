@@ -33,6 +33,7 @@ from ratp.reports.tables import (
     duration,
     most_places,
     number,
+    online_tables,
     order_text,
     with_deviation,
 )
@@ -246,6 +247,7 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "places_by_domain": most_places(section),
         "blocks": [(table.kind, _by_part(section, table.across(section.order))) for table in tables],
         "images": images,
+        "online": online_tables(section),
         "sampled": sampled,
         "name_of": section.name_of,
         "embeddings": [(run, images[name]) for name, run in _embedding(section).items() if name in images],

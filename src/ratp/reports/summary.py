@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.evaluation.matrix import METRICS, NOTHING, Summary, describe_late, mean_of, summarise
+from ratp.evaluation.online import PARTS, Score
 from ratp.runs.record import RunRecord
 
 Curve = list[tuple[float, float]]
@@ -49,6 +50,29 @@ def area(curve: Curve) -> float:
     """Integrates a curve over progress 0 to 1 by the trapezoid rule, its ends held constant."""
     held = [(0.0, curve[0][1]), *curve, (1.0, curve[-1][1])]
     return math.fsum((right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairwise(held))
+
+
+# What a score of a pass over a new domain has, by column head.
+ONLINE: Mapping[str, Callable[[Score], float]] = {
+    **{name: lambda score, name=name: score.parts.get(name, math.nan) for name in PARTS},  # type: ignore[misc]
+    "all": lambda score: score.accuracy,
+    "lost": lambda score: score.lost,
+    "T95": lambda score: math.nan if score.t95 is None else score.t95,
+    "harm": lambda score: score.harm,
+}
+
+
+def online_scores(run: RunRecord) -> dict[str, dict[str, Score]]:
+    """The scores of the passes over new domains before their stages, by order of the images and domain."""
+    found: dict[str, dict[str, Score]] = {}
+    for event in run.events("stage_finished"):
+        measured = event.get("online") or {}
+        try:
+            for order, score in measured.items():
+                found.setdefault(str(order), {})[str(event["domain"])] = Score.from_json(score)
+        except (RatpError, AttributeError, KeyError) as error:
+            raise RunDirectoryError(f"{run.path} is damaged: a pass of its journal is unreadable ({error}).") from error
+    return found
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -158,6 +182,21 @@ class Group:
         if domain is None:
             return summarise_known(mean_of(list(values.values())) for values in self._measured[measure])
         return summarise_known(values[domain] for values in self._measured[measure] if domain in values)
+
+    def online(self, order: str, column: str, domain: str | None = None) -> Summary:
+        """A column of :data:`ONLINE` over the seeds, on one domain or averaged over those that have it.
+
+        Nothing for T95 where it was not always reached: a mean over the rest would flatter.
+        """
+        values = []
+        for run in self.counted:
+            scores = online_scores(run).get(order, {})
+            found = [ONLINE[column](score) for name, score in scores.items() if domain in (None, name)]
+            known = [value for value in found if not math.isnan(value)]
+            if found and column == "T95" and len(known) < len(found):
+                return NOTHING
+            values.append(mean_of(known))
+        return summarise_known(values)
 
     @cached_property
     def _measured(self) -> dict[Measure, list[dict[str, float]]]:

@@ -16,7 +16,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ratp.evaluation.matrix import Summary, best_two
-from ratp.reports.summary import Group, Measure, Section, group_runs, sections
+from ratp.evaluation.online import ORDERS
+from ratp.reports.summary import ONLINE, Group, Measure, Section, group_runs, online_scores, sections
 from ratp.runs.record import RunRecord
 
 MISSING = "–"
@@ -38,6 +39,16 @@ MEANING: dict[str, tuple[str, str]] = {
         "Unfamiliar Period: area under the accuracy curve of a new domain during the stage that trains on it.",
     ),
 }
+
+
+# The images' orders of arrival, and what the columns of a pass mean.
+ARRIVAL = {"shuffled": "images shuffled", "clustered": "images mostly class by class"}
+ONLINE_NOTE = (
+    "Every target streamed past once before its stage. Accuracy (%) on its images 1 to 64 and so on, and on all; lost: "
+    "images predicted wrong that the model after the stage (TDA) would have predicted right; T95: images until a "
+    "window of 256 first reached 95 % of TDA, a dash if none did; harm: share of windows (%) in which the model from "
+    "before the stage was better."
+)
 
 
 def number(value: float) -> str:
@@ -183,6 +194,33 @@ def metrics_table(section: Section) -> Table:
     return Table("Metrics (%)", ("", *section.order, "average"), tuple(rows))
 
 
+def online_tables(section: Section) -> list[Table]:
+    """Per order of arrival, what the passes over new domains were like; of a single run, domain by domain."""
+    tables = []
+    for order in ORDERS:
+        parts = [part for part in section.parts if any(order in online_scores(run) for run in part.counted)]
+        if not parts:
+            continue
+        if len(section.parts) == 1:
+            domains = dict.fromkeys(name for run in parts[0].counted for name in online_scores(run)[order])
+            rows = [(name, _pass(parts[0], order, name)) for name in domains]
+            rows += [("average", _pass(parts[0], order))] if len(domains) > 1 else []
+            corner, over = "Domain", ""
+        else:
+            rows = [(part.name, _pass(part, order)) for part in parts]
+            corner, over = "Method", ", averages over domains"
+        title = f"Before its stage, {ARRIVAL[order]}{over}"
+        tables.append(Table(title, (corner, *ONLINE), tuple(rows), f"online {order}", (ONLINE_NOTE,)))
+    return tables
+
+
+def _pass(part: Group, order: str, domain: str | None = None) -> tuple[Entry, ...]:
+    found = {column: Value.with_deviation(part.online(order, column, domain)) for column in ONLINE}
+    if found["T95"].summary:
+        found["T95"] = replace(found["T95"], text=f"{found['T95'].number:.0f}")
+    return tuple(found.values())
+
+
 def matrix_table(part: Group) -> Table:
     """The accuracy on every domain after every stage."""
     known: list[tuple[Entry, ...]] = [tuple(map(Value.with_deviation, row)) for row in part.accuracy]
@@ -230,6 +268,11 @@ def print_report(runs: Sequence[RunRecord], console: Console) -> None:
         else:
             for table in (*domain_tables(section), comparison_table(section)):
                 printer.table(table)
+        if streamed := online_tables(section):
+            for table in streamed:
+                printer.table(table)
+            printer.say(ONLINE_NOTE, "dim")
+            console.print()
         printer.notes(section)
     explain(found, console)
 

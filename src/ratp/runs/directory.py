@@ -47,6 +47,7 @@ from ratp._core.files import (
 from ratp.data.domain import UnlabelledDomain
 from ratp.errors import Note, RunDirectoryError
 from ratp.evaluation.matrix import Matrix
+from ratp.evaluation.online import with_scores
 from ratp.runs.differences import describe_differences
 from ratp.runs.record import (
     CHECKSUMS_FILE,
@@ -200,7 +201,7 @@ class RunFiles:
         """Writes the first files of a new run."""
         write_json(self._folder / "config.json", self._config)  # first, because it marks the folder as a run
         write_json(self._folder / "environment.json", ENVIRONMENT.marked(environment))
-        self._write_matrix(matrix)
+        self._write_matrix(matrix, ())
         self.journal.rewrite(())
 
     def take_over(self, state: State, matrix: Matrix, journal: Iterable[Mapping[str, Any]]) -> State:
@@ -228,7 +229,7 @@ class RunFiles:
         """
         if fingerprint_of(read_json(self._folder / "config.json")) != self._config["fingerprint"]:
             write_json(self._folder / "config.json", self._config)
-        self._write_matrix(matrix)
+        self._write_matrix(matrix, finished)
         try:
             kept = self.journal.before(matrix.stages)
         except LostFileError as error:
@@ -287,8 +288,9 @@ class RunFiles:
 
     def finish_stage(self, tensors: Mapping[str, Tensor], matrix: Matrix, event: Mapping[str, Any]) -> None:
         """Saves the method's state after a stage first, because it is authoritative; then matrix and event."""
-        self.states.save(tensors, matrix, [*self.journal.finished(), event])
-        self._write_matrix(matrix)
+        finished = [*self.journal.finished(), event]
+        self.states.save(tensors, matrix, finished)
+        self._write_matrix(matrix, finished)
         self.journal.append(event)
 
     def batch(self, stage: int) -> Path:
@@ -358,8 +360,9 @@ class RunFiles:
         for path in files:
             write_bytes(self._folder / path.name, read_bytes(path))
 
-    def _write_matrix(self, matrix: Matrix) -> None:
-        about = {**matrix.to_json(), "fingerprint": self._config["fingerprint"]}
+    def _write_matrix(self, matrix: Matrix, finished: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the matrix, and what the ``stage_finished`` events say of the passes over new domains."""
+        about = {**matrix.to_json(), **with_scores(finished), "fingerprint": self._config["fingerprint"]}
         write_json(self._folder / "matrix.json", MATRIX.marked(about))
 
 

@@ -61,6 +61,19 @@ class Probed:
 
 
 @dataclass(frozen=True)
+class Streamed:
+    """The new domain has streamed past a copy of the model once in every order, before its stage.
+
+    Attributes:
+        accuracy: Accuracy in percent by order.
+    """
+
+    stage: int
+    domain: str
+    accuracy: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class StageFinished:
     """A stage ended and was saved. ``guard`` is the guard's verdict as in the journal; None if there was none."""
 
@@ -72,4 +85,4 @@ class StageFinished:
     guard: Mapping[str, Any] | None = None
 
 
-Event = Waiting | StageStarted | Trained | Probed | StageFinished
+Event = Waiting | StageStarted | Streamed | Trained | Probed | StageFinished

@@ -57,6 +57,7 @@ class RunPlan:
         weights_from: Initial weights of the backbone: a file, ``imagenet`` or ``none``.
         precision: Numerical precision.
         guard: Whether to judge stages, and whether to undo those that are refused.
+        online: Whether to measure every target as it streams past before its stage; it changes no other result.
         request: The request it was resolved from, so that another process can resolve it again; None if there is none.
     """
 
@@ -73,6 +74,7 @@ class RunPlan:
     weights_from: str = NO_WEIGHTS
     precision: Precision = "fp32"
     guard: Mode = "record"
+    online: bool = False
     request: RunRequest | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -106,9 +108,9 @@ class RunPlan:
     @property
     def title(self) -> str:
         """Stream with its label shift, method and seed, for file names and headings."""
-        shift = [self.recipe.label_shift] if self.recipe.label_shift != "none" else []
-        shift += ["missing"] if self.recipe.shifts_labels and not shift else []
-        return "-".join((self.spec.name, *shift, self.method.name, str(self.seed)))
+        kind = self.recipe.label_shift
+        shift = kind if kind != "none" else "missing" if self.recipe.shifts_labels else ""
+        return "-".join(filter(None, (self.spec.name, shift, self.method.name, str(self.seed))))
 
     def on(self, name: str, domains: Sequence[Domain]) -> RunPlan:
         """Returns the same plan on images in memory; such a run can only be executed in this process.
@@ -296,6 +298,7 @@ def resolve(request: RunRequest) -> RunPlan:
         weights_from=weights,
         precision=precision,
         guard=guard,
+        online=request.online,
         request=request,
     )
 

@@ -4,8 +4,8 @@ A run directory is readable without this package::
 
     config.json              the request with every value spelled out
     environment.json         versions, device or processor, threads
-    journal.jsonl            one line per epoch, stage, probe; of an earlier run too, up to the line ``continued``
-    matrix.json              accuracies and metrics, one row per finished stage
+    journal.jsonl            one line per epoch, stage, probe, pass; of an earlier run too, up to the line ``continued``
+    matrix.json              accuracies and metrics, one row per finished stage; with --online the scores of the passes
     samples.safetensors      a few images and what the method turned them into (if it augments images)
     features-*.safetensors   embeddings of some test images after each stage (if requested)
     state.safetensors        the method after its last finished stage
@@ -49,6 +49,7 @@ from ratp._core.files import (
 from ratp._core.locks import LOCK_FILE
 from ratp.errors import RatpError, RunDirectoryError
 from ratp.evaluation.matrix import Matrix
+from ratp.evaluation.online import with_scores
 
 RESULT_KIND = "ratp result"
 CHECKSUMS_FILE = "checksums.json"
@@ -186,7 +187,7 @@ class RunRecord:
             **RESULT.mark,
             "config": CONFIG.marked(self.config),
             "environment": dict(self.environment),
-            "matrix": self.matrix.to_json(),
+            "matrix": {**self.matrix.to_json(), **with_scores(self.journal)},
             "journal": [e for e in self.journal if e.get("event") in _KEPT or e.get("environment")],
         }
         return {**result, "sha256": hash_of_content(result)}

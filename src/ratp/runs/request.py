@@ -40,6 +40,8 @@ class RunRequest:
         guard: ``off``, ``record``, ``act``, or ``auto``: act on own images, record on built-in streams.
         unlabelled: Names or paths of own targets to read without labels, whatever folders they have; a single one needs
             no list.
+        online: Whether to stream every target past a copy of the model once, before the stage that trains on it, and
+            to measure the accuracy meanwhile. It changes no other result.
     """
 
     stream: str = "demo"
@@ -57,6 +59,7 @@ class RunRequest:
     precision: str = "auto"
     guard: str = "auto"
     unlabelled: Sequence[Path | str] = ()
+    online: bool = False
 
     def __post_init__(self) -> None:
         """Turns the values into plain data."""
@@ -80,6 +83,7 @@ def check_types(request: RunRequest) -> None:
         "source": (str | None, "a path, e.g. 'pictures/day'"),
         "targets": (Sequence, "a list of paths, e.g. ['pictures/rain', 'pictures/night']"),
         "unlabelled": (Sequence, "a list of names or paths of targets, e.g. ['night']"),
+        "online": (bool, "True or False"),
         "data": (DataOptions, "DataOptions, e.g. DataOptions(on_bad='skip')"),
     }
     problems = []

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
-from ratp._core.environment import Precision, describe_environment, use_precision
+from ratp._core.environment import Precision, Randomness, describe_environment, use_precision
 from ratp._core.files import LostFileError, read_json
 from ratp._core.locks import exclusive
 from ratp.errors import ConfigError, Note, RunDirectoryError
 from ratp.evaluation.accuracy import Evaluator
 from ratp.evaluation.matrix import Matrix, describe_late
-from ratp.methods.rehearsal import rehearse
+from ratp.methods.rehearsal import give_generators, rehearse
 from ratp.runs import SAVE_EVERY
 from ratp.runs.continuation import ContinuedWarning, EarlierRun, started_after
 from ratp.runs.directory import Journal, RunFiles, check_folder, prediction_files
@@ -145,6 +145,26 @@ class Session:
             self.take_up(self.files.states.latest() if self.matrix.stages else None)
         except LostFileError as error:
             raise RunDirectoryError(f"{error} The same command resumes from the state before it.") from error
+
+    def earlier_methods(self) -> Callable[[], Method]:
+        """Returns a function that builds the method as it was before the current stage, apart from the one in training.
+
+        What such a method does changes nothing in this run.
+        """
+        try:
+            state = self.files.states.latest()
+        except LostFileError as error:
+            raise RunDirectoryError(f"{error} The same command resumes from the state before it.") from error
+        stage = self.matrix.stages
+
+        def build() -> Method:
+            method = self.built()
+            state.load_into(method)
+            if self.is_own:
+                give_generators(method, Randomness(self.plan.seed), self.plan.device, stage)
+            return method
+
+        return build
 
     def use(self, precision: Precision) -> None:
         """Rebuilds the method in another precision, from the last finished stage."""

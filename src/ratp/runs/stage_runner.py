@@ -6,17 +6,21 @@ import math
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from ratp._core.environment import Randomness, single_precision
 from ratp._core.files import write_json
 from ratp.errors import Note, RatpError, RunDirectoryError, TrainingError, brief
+from ratp.evaluation.online import Counts, Score
 from ratp.guard.watch import ACT, Watch
-from ratp.methods.rehearsal import check_kept, give_generators
+from ratp.methods.rehearsal import chance_put_back, check_kept, give_generators
 from ratp.runs.directory import Journal
-from ratp.runs.events import Event, Probed, StageFinished, StageStarted, Trained, Waiting
+from ratp.runs.events import Event, Probed, StageFinished, StageStarted, Streamed, Trained, Waiting
 from ratp.runs.record import is_undone
 from ratp.runs.states import Stage
 from ratp.training.device_cache import D, with_images_on
@@ -37,6 +41,10 @@ class NumbersWarning(Note):
 
 class WaitingWarning(Note):
     """A run waits for another that trains the same source network."""
+
+
+class OnlineWarning(Note):
+    """A domain could not be measured while it streamed past a copy of the model."""
 
 
 class CheckpointWarning(Note):
@@ -117,6 +125,7 @@ class StageRunner:
         work = yield from self._prepare_in_turn()
         yield StageStarted(number, name, work.images, work.total, work.done)
         self._files.begin_stage(work, name)
+        yield from self._stream_past()
         started = time.perf_counter()
         yield from self._train(work, started)
         if bad := lost_weights(session.method.state()):
@@ -279,6 +288,7 @@ class StageRunner:
             statistics=dict(statistics),
             seconds=round(seconds, 3),
             **({"accuracy_as_told": by_domain} if by_domain else {}),
+            **({"online": online} if (online := self._online(row)) else {}),
             **({"guard": guard} if guard else {}),
             **({"precision": precision} if precision != self._plan.precision else {}),
         )
@@ -303,6 +313,36 @@ class StageRunner:
             statistics=dict(tick.statistics),
             seconds=round(time.perf_counter() - started, 3),  # reading the means has waited for the device
         )
+
+    def _stream_past(self) -> Iterator[Streamed]:
+        """Streams the new domain past copies of the model, unless the plan or an interrupted attempt says otherwise."""
+        if not self._plan.online or self._number == 0 or self._counts():
+            return
+        session, number, started = self._session, self._number, time.perf_counter()
+        batch, device = self._plan.recipe.batch, self._plan.device
+        with chance_put_back(device) if session.is_own else nullcontext():
+            try:
+                counts = session.measures.passes(session.earlier_methods(), number, batch, device)
+            except (TrainingError, torch.OutOfMemoryError) as error:  # a measurement must not end a run
+                text = f"{self._name} was not measured while it streamed past: {brief(error)}"
+                warnings.warn(text, OnlineWarning, stacklevel=2)
+                return
+        if counts:
+            found = {order: one.to_json() for order, one in counts.items()}
+            seconds = round(time.perf_counter() - started, 3)
+            self._files.journal.note("online", stage=number, domain=self._name, orders=found, seconds=seconds)
+            accuracy = {order: 100 * sum(one.correct) / one.images for order, one in counts.items()}
+            yield Streamed(number, self._name, accuracy)
+
+    def _counts(self) -> Mapping[str, Any]:
+        """Returns what the journal says of the pass over the new domain; a stage that is continued has it too."""
+        events = [event for event in self._files.journal.of_stage(self._number) if event["event"] == "online"]
+        return events[-1]["orders"] if events else {}
+
+    def _online(self, row: Mapping[str, float]) -> dict[str, Any]:
+        """Returns the scores of the pass over the new domain by order, now that its TDA is known."""
+        tda = row.get(self._name, math.nan)
+        return {order: Score.of(Counts.from_json(one), tda).to_json() for order, one in self._counts().items()}
 
     def _measure(self, progress: float) -> Iterator[Probed]:
         """Measures the new domain now, if it has labels."""
