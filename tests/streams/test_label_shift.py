@@ -10,16 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import TINY, each_method, journal_of, ratp, same_tensors, toy_domain, toy_domains, toy_plan
+from helpers import TINY, each_method, journal_of, no_processes, ratp, same_tensors, toy_domain, toy_domains, toy_plan
 from own_images import assert_error, assert_ok, config_of, image_files, run_folders, write_files
 from ratp.data.domain import LabelledDomain
 from ratp.errors import ConfigError
 from ratp.reports.page import write_report
+from ratp.reports.study import write_study
+from ratp.reports.study_parts import several_orders, sweeps
 from ratp.reports.summary import group_runs, sections
 from ratp.runs.plan import resolve
 from ratp.runs.record import read_run
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
+from ratp.studies.execute import run_study
+from ratp.studies.file import read_study
+from tiny_study import grid, study_file
 
 KINDS = ("half", "few", "long-tail", "90/10")
 BIG = {"ink": 80, "mud": 120, "fog": 160}
@@ -235,6 +240,25 @@ class TestResults:
             states.append(tmp_path / kind / "state.safetensors")
         ends = [journal_of(path.parent, "stage_finished")[0]["statistics"] for path in states]
         assert ["from_cache" in statistics for statistics in ends] == [False, True]
+
+
+def test_a_study_compares_only_what_saw_the_same_images(tmp_path, monkeypatch):
+    """Tables over several orders keep the shifts apart; a sweep over them has them side by side."""
+    monkeypatch.setenv("RATP_CACHE", str(tmp_path / "cache"))
+    lines = ('methods = ["source-only"]', 'orders = ["scan>photo", "photo>scan"]', "subset = true")
+    path = study_file(tmp_path, grid(*lines, 'sweep = { label_shift = ["half", "few"] }'))
+    study = read_study(path, tmp_path / "runs", RunRequest(weights="none", device="cpu"))
+    with no_processes():
+        run_study(study)
+    record = study.results()
+    assert [orders.stream for orders in several_orders(record)] == [
+        f"demo{shift}" for shift in ("", ", label_shift=half", ", label_shift=few")
+    ]
+    (sweep,) = sweeps(record)
+    assert sweep.stream == "demo" and sorted(sweep.values.values()) == ["few", "half"]
+    assert len(sweep.lines) == 2
+    page = write_study(record, tmp_path / "report").read_text()
+    assert "TDA on demo, label_shift=half in 2 orders, averages over domains (%)" in page
 
 
 class TestOwnFolders:

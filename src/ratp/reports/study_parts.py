@@ -128,20 +128,21 @@ class Sweep:
 
 
 def several_orders(study: StudyRecord) -> list[Orders]:
-    """Every stream with results that the study requests in at least two orders.
+    """Every stream, with its label shift, with results that the study requests in at least two orders.
 
     Settings appear once, however many names the study has for them: nothing competes with itself.
     """
     asked: dict[str, dict[str, dict[Order, None]]] = {}
     named = study.by_one_name()
     for label, run in named:
-        asked.setdefault(run.stream, {}).setdefault(label, {})[run.order] = None
+        stream = ", ".join(filter(None, (run.stream, run.shift)))
+        asked.setdefault(stream, {}).setdefault(label, {})[run.order] = None
     records = [replace(run.record, name=label) for label, run in named if run.record is not None]
     found = []
     for stream, labels in asked.items():
         often = {label: orders for label, orders in labels.items() if len(orders) > 1}
         orders = dict.fromkeys(order for orders in often.values() for order in orders)
-        if lines := _lines(records, stream, often):
+        if lines := _lines([record for record in records if record.stream == stream], stream, often):
             found.append(Orders(stream, tuple(orders), next(iter(often)), lines))
     return found
 
@@ -151,7 +152,7 @@ def variants(study: StudyRecord) -> list[Variants]:
     found = []
     for grid in dict.fromkeys(row.grid for run in study.runs for row in run.rows if row.is_variant):
         stream, orders, rows = _grid(study, grid)
-        if lines := _lines(study.records_by_row(), stream, {row.label for row in rows if row.sweep is None}):
+        if lines := _lines(_records(study, stream), stream, {row.label for row in rows if row.sweep is None}):
             found.append(Variants(grid, stream, orders, lines))
     return found
 
@@ -163,7 +164,7 @@ def sweeps(study: StudyRecord) -> list[Sweep]:
     for grid, switch in swept:
         stream, orders, rows = _grid(study, grid)
         values = {row.label: row.sweep[1] for row in rows if row.sweep and row.sweep[0] == switch}
-        if lines := _lines(study.records_by_row(), stream, values):
+        if lines := _lines(_records(study, stream), stream, values):
             found.append(Sweep(grid, stream, orders, switch, values, study.usual.get((grid, switch)), lines))
     return found
 
@@ -175,11 +176,16 @@ def _grid(study: StudyRecord, grid: int) -> tuple[str, tuple[Order, ...], list[R
     return runs[0].stream, tuple(dict.fromkeys(run.order for run in runs)), rows
 
 
+def _records(study: StudyRecord, stream: str) -> list[RunRecord]:
+    """The finished runs on a stream, whatever the label shift: a grid may vary it."""
+    return [run for run in study.records_by_row() if run.config["stream"] == stream]
+
+
 def _lines(records: Sequence[RunRecord], stream: str, labels: Container[str]) -> Lines:
-    """The runs on a stream by label and order."""
+    """The runs of some labels by label and order."""
     found: dict[str, dict[Order, list[RunRecord]]] = {}
     for run in records:
-        if run.config["stream"] == stream and run.name is not None and run.name in labels:
+        if run.name is not None and run.name in labels:
             found.setdefault(run.name, {}).setdefault(run.matrix.domains, []).append(run)
     return {
         label: {order: Group(runs[0].label, stream, order, tuple(runs)) for order, runs in orders.items()}

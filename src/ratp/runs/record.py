@@ -102,9 +102,7 @@ class RunRecord:
     @property
     def stream(self) -> str:
         """Name of the stream, with the label shift of its targets if there is one."""
-        recipe = self.config.get("recipe")
-        shift = [f"{name}={recipe[name]}" for name in LABEL_SHIFT if name in recipe] if isinstance(recipe, dict) else []
-        return ", ".join((str(self.config["stream"]), *shift))
+        return ", ".join(filter(None, (str(self.config["stream"]), label_shift_of(self.config))))
 
     @property
     def label(self) -> str:
@@ -195,6 +193,12 @@ class RunRecord:
     def export(self, path: Path) -> None:
         """Writes the run as a result file."""
         write_json(path, self.to_json())
+
+
+def label_shift_of(config: Mapping[str, Any]) -> str:
+    """Returns the values of a config that thin targets by class, as text; empty if there are none."""
+    recipe = config.get("recipe")
+    return ", ".join(f"{n}={recipe[n]}" for n in LABEL_SHIFT if n in recipe) if isinstance(recipe, dict) else ""
 
 
 def fingerprint_of(config: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -334,15 +334,17 @@ class StageRunner:
             accuracy = {order: 100 * sum(one.correct) / one.images for order, one in counts.items()}
             yield Streamed(number, self._name, accuracy)
 
-    def _counts(self) -> Mapping[str, Any]:
+    def _counts(self) -> dict[str, Counts]:
         """Returns what the journal says of the pass over the new domain; a stage that is continued has it too."""
         events = [event for event in self._files.journal.of_stage(self._number) if event["event"] == "online"]
-        return events[-1]["orders"] if events else {}
+        with suppress(RatpError, AttributeError, KeyError, IndexError):  # none, or a damaged one
+            return {order: Counts.from_json(one) for order, one in events[-1]["orders"].items()}
+        return {}
 
     def _online(self, row: Mapping[str, float]) -> dict[str, Any]:
         """Returns the scores of the pass over the new domain by order, now that its TDA is known."""
-        tda = row.get(self._name, math.nan)
-        return {order: Score.of(Counts.from_json(one), tda).to_json() for order, one in self._counts().items()}
+        counts = self._counts() if self._name in row else {}
+        return {order: Score.of(one, row[self._name]).to_json() for order, one in counts.items()}
 
     def _measure(self, progress: float) -> Iterator[Probed]:
         """Measures the new domain now, if it has labels."""

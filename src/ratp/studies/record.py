@@ -39,6 +39,7 @@ class AskedRun:
         reason: Why it failed, or how it is damaged; empty otherwise.
         record: Its result; None while it is unfinished.
         settings: Its method and all values except order and seed, as text to compare.
+        shift: Label shift of its targets, as text; empty if there is none.
     """
 
     rows: tuple[Row, ...]
@@ -49,6 +50,7 @@ class AskedRun:
     reason: str = ""
     record: RunRecord | None = None
     settings: str = ""
+    shift: str = ""
 
     @property
     def own_rows(self) -> tuple[Row, ...]:

@@ -28,7 +28,7 @@ from ratp._core.files import (
 )
 from ratp._core.locks import is_held
 from ratp.errors import RatpError, RunDirectoryError
-from ratp.runs.record import RunRecord, files_in, holds_others, read_run, with_advice
+from ratp.runs.record import RunRecord, files_in, holds_others, label_shift_of, read_run, with_advice
 from ratp.studies.record import AskedRun, Row, StudyRecord
 from ratp.studies.reuse import Identity
 
@@ -204,7 +204,8 @@ class Study:
             state: State = "finished" if record else self._unfinished(entry)
             reason = "" if record else self.reason(entry, state)
             about = entry.stream, entry.order, entry.seed
-            asked.append(AskedRun(entry.rows, *about, state, reason, record, entry.settings))
+            shift = label_shift_of(entry.identity.decisions)
+            asked.append(AskedRun(entry.rows, *about, state, reason, record, entry.settings, shift))
         return StudyRecord(self.title, tuple(asked), self.usual, self.titles)
 
     def with_results(self, records: Iterable[RunRecord]) -> Study:
