@@ -53,7 +53,9 @@ def soft_labels(features: Tensor, prototypes: Tensor, there: Tensor) -> Tensor:
 def propagate(soft: Tensor, spread: float) -> Tensor:
     """Computes Y* of samples with soft labels S (n, k); rows still sum to 1."""
     products = soft.T @ soft
-    return (1 - spread) * torch.linalg.solve(_spreading(products, soft.sum(dim=0), spread), soft, left=False)
+    spreading = _spreading(products, soft.sum(dim=0), spread)
+    labels: Tensor = torch.linalg.solve(spreading, soft, left=False)
+    return (1 - spread) * labels
 
 
 def propagate_each(soft: Tensor, known: Tensor, spread: float) -> Tensor:
