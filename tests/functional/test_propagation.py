@@ -107,7 +107,7 @@ def shares_by_hand(features, known, groups, count, config):
     prototypes = torch.stack([unit(known.double())[groups == k].mean(dim=0) for k in range(count)])
     for move in range(config.moves + 1):
         distances = torch.tensor([[((x - c) ** 2).sum() for c in prototypes] for x in nodes])
-        labels = dense((-distances).softmax(dim=1).double(), config.spread)
+        labels = dense((-config.scale * distances).softmax(dim=1).double(), config.spread)
         means = torch.stack([sum(y * x for y, x in zip(labels[:, k], nodes, strict=True)) for k in range(count)])
         if move < config.moves:
             means /= labels.sum(dim=0)[:, None]
@@ -115,11 +115,11 @@ def shares_by_hand(features, known, groups, count, config):
     return labels[: len(features)]
 
 
-@pytest.mark.parametrize("moves", [0, 1, 3])
-def test_shares_of_a_batch_written_out(moves):
+@pytest.mark.parametrize(("moves", "scale"), [(0, 1), (1, 1), (3, 1), (1, 5)])
+def test_shares_of_a_batch_written_out(moves, scale):
     random = torch.Generator().manual_seed(3)
     features, known = torch.randn(7, 5, generator=random), torch.randn(9, 5, generator=random)
-    groups, config = torch.arange(9) % 3, GraphConfig(moves=moves)
+    groups, config = torch.arange(9) % 3, GraphConfig(moves=moves, scale=scale)
     found = group_shares(features, known, groups, 3, config, together=True)
     torch.testing.assert_close(found.double(), shares_by_hand(features, known, groups, 3, config), rtol=1e-3, atol=1e-4)
 

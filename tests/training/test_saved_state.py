@@ -118,7 +118,7 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
         ("cotta", "_optimiser"),
         ("adacon", "bank"),
         ("codag", "_history"),
-        ("mpm", "_labels"),
+        ("mpm", "_history"),
     ],
 )
 def test_unsaved_state_is_detected(name, forgotten, monkeypatch):

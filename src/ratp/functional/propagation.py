@@ -1,6 +1,6 @@
 """Soft labels spread over a graph of samples: those of one group share theirs (MPM, CVPR 2025).
 
-A sample i belongs to group k by s_ik, a softmax over its distances to the groups' prototypes. Samples that belong to
+A sample i belongs to group k by s_ik, a softmax over its squared distances to the groups' prototypes. Samples that belong to
 the same groups are neighbours, with the affinity
 
     w_ij = Σ_k s_ik·s_jk / Σ_j' s_j'k
@@ -30,6 +30,7 @@ ROOM = 2**24
 class GraphConfig:
     """Switches of the graphs."""
 
+    scale: float = switch(1.0, "factor on the squared distances of features of unit length", above=0)
     spread: float = switch(0.7, "λ, share of a label that comes from neighbours", minimum=0, below=1)
     moves: int = switch(1, "times that the prototypes move towards the samples of a batch", minimum=0)
     keep: float = switch(0.4, "σ, share of a prototype that such a move keeps", minimum=0, maximum=1)
@@ -42,11 +43,11 @@ def group_means(features: Tensor, groups: Tensor, count: int) -> tuple[Tensor, T
     return members.T @ features / sizes.clamp_min(1)[:, None], sizes > 0
 
 
-def soft_labels(features: Tensor, prototypes: Tensor, there: Tensor) -> Tensor:
-    """Computes s_ik = softmax_k(−‖x_i − c_k‖²), shape (n, k); 0 for groups that are not ``there``, bool (k,)."""
+def soft_labels(features: Tensor, prototypes: Tensor, there: Tensor, scale: float = 1.0) -> Tensor:
+    """Computes s_ik = softmax_k(−scale·‖x_i − c_k‖²), shape (n, k); 0 for groups not ``there``, bool (k,)."""
     # ‖x‖² is the same for all groups
     distances = prototypes.square().sum(dim=1) - 2 * features @ prototypes.T
-    logits = (-distances).masked_fill(~there, -torch.inf)
+    logits = (-scale * distances).masked_fill(~there, -torch.inf)
     return logits.softmax(dim=1)
 
 
@@ -94,13 +95,13 @@ def group_shares(
         features, known = F.normalize(features.float(), dim=1), F.normalize(known.float(), dim=1)
         prototypes, there = group_means(known, groups, count)
         if not together:
-            own, others = (soft_labels(part, prototypes, there) for part in (features, known))
+            own, others = (soft_labels(part, prototypes, there, config.scale) for part in (features, known))
             return propagate_each(own, others, config.spread)
         nodes = torch.cat([features, known])
-        shares = propagate(soft_labels(nodes, prototypes, there), config.spread)
+        shares = propagate(soft_labels(nodes, prototypes, there, config.scale), config.spread)
         for _ in range(config.moves):
             sizes = shares.sum(dim=0)[:, None].clamp_min(torch.finfo(shares.dtype).tiny)
             # c ← σ·c + (1 − σ)·Σ_i y_i·x_i / Σ_i y_i
             prototypes = config.keep * prototypes + (1 - config.keep) * (shares.T @ nodes / sizes)
-            shares = propagate(soft_labels(nodes, prototypes, there), config.spread)
+            shares = propagate(soft_labels(nodes, prototypes, there, config.scale), config.spread)
         return shares[: len(features)]

@@ -44,7 +44,8 @@ There is no public code, and we know the paper from summaries. These are guesses
 * BiGE: styles are means and deviations of the first block's channels, features are the channels' means after the last
   block, both of unit length. Prototypes are means of exemplars, by domain or by class. In a test batch, they move once
   towards the images that belong to them (``graph.moves``, ``graph.keep``); the next batch begins with the means again.
-  The 25 rounds in which labels spread are replaced by their limit. p and q are fused by their entropies.
+  The 25 rounds in which labels spread are replaced by their limit. p and q are fused by their entropies. Distances of
+  such features are small, so shares in domains are nearly equal; ``graph.scale`` sets them further apart.
 """
 
 from __future__ import annotations
