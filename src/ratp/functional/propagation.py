@@ -1,7 +1,7 @@
 """Soft labels spread over a graph of samples: those of one group share theirs (MPM, CVPR 2025).
 
-A sample i belongs to group k by s_ik, a softmax over its squared distances to the groups' prototypes. Samples that belong to
-the same groups are neighbours, with the affinity
+A sample i belongs to group k by s_ik, a softmax over its squared distances to the groups' prototypes. Samples that
+belong to the same groups are neighbours, with the affinity
 
     w_ij = Σ_k s_ik·s_jk / Σ_j' s_j'k
 
