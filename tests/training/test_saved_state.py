@@ -43,6 +43,10 @@ VARIANTS = [
     ("eata", {"weighted": False}),
     ("cotta", {"step.optimiser": "sgd"}),
     ("adacon", {"first_look": False, "decay": "constant", "reset": True}),
+    ("codag", {"replay": "union", "adapter_r_con": 0.2, "predicts": "adapter", "length": 2, "sgd.momentum": 0.9}),
+    ("codag", {"augment": False, "selnlpl.history": 1, "labelling": "centroids"}),
+    ("mpm", {**OWN_HEAD, "learns_through": "fused", "new_head": "source", "bige": "batch", "length": 1.5}),
+    ("mpm", {"adaptation_statistics": "batch", "fusion": "mean", "memory": 0}),
 ]
 # From the method's generators when the next one begins; by every step.
 RECOMPUTED = {("PDENStage", "_pool"), ("SHOTPhase", "_counts")}
@@ -113,6 +117,8 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
         ("cotta", "_changes"),
         ("cotta", "_optimiser"),
         ("adacon", "bank"),
+        ("codag", "_history"),
+        ("mpm", "_history"),
     ],
 )
 def test_unsaved_state_is_detected(name, forgotten, monkeypatch):

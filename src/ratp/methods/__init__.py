@@ -39,6 +39,8 @@ _HOMES = {
     "eata": ("eata", "EATA"),
     "cotta": ("cotta", "CoTTA"),
     "adacon": ("adacontrast", "AdaContrast"),
+    "codag": ("codag", "CoDAG"),
+    "mpm": ("mpm", "MPM"),
 }
 
 

@@ -136,7 +136,7 @@ class EFDMPhase(PseudoLabelPhase):
         setting, config = method.setting, method.config
         super().__init__(method, images, labels)
         self._weight = config.memory_weight
-        self._inputs = setting.training_inputs(self.name)
+        self._inputs = setting.training_inputs("target" if self.is_target else "source")
         self._exemplars, mixing = (setting.generator(name, method.stage) for name in ("styles", "mixing"))
         self._replays = self.is_target and len(self.memory) > 0
         styles: Styles = "second half" if self._replays else "batch"

@@ -162,10 +162,11 @@ class Network(nn.Module):
             self.classifier.direction.copy_(rows)
             self.classifier.length.copy_(rows.norm(dim=1))
 
-    def classify(self, embedding: Tensor) -> Tensor:
-        """Computes the logits of embeddings."""
-        logits = scores(embedding, self.prototypes)
-        return logits if self.classifier.bias is None else logits + self.classifier.bias
+    def classify(self, embedding: Tensor, classifier: nn.Linear | WeightNormLinear | None = None) -> Tensor:
+        """Computes the logits of embeddings; ``classifier`` may be another one of the same kind."""
+        head = classifier or self.classifier
+        logits = scores(embedding, head.weight)
+        return logits if head.bias is None else logits + head.bias
 
     def on(self, device: torch.device, precision: Precision = "fp32") -> Network:
         """Moves the network to a device, in the memory layout that is fastest there."""

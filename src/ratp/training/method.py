@@ -208,7 +208,10 @@ class Method(Stateful, ABC):
 
     @classmethod
     def evaluation_statistics(cls, config: Any) -> Statistics:
-        """Which statistics BatchNorm uses when a trained model is measured on a domain."""
+        """Which statistics are used when a trained model is measured on a domain, mostly by BatchNorm.
+
+        With ``batch``, a prediction depends on the other images of a test batch.
+        """
         del config
         return "running"
 

@@ -212,6 +212,7 @@ class NetworkPhase(Phase):
         optimiser: What trains; None: the method's SGD on all parameters of its network.
         replay: Whether batches of a target come from target and memory together.
         generators: Generators that ``step`` uses besides those of the batches and of dropout.
+        network: What trains; None: the method's network.
     """
 
     saved = "optimiser batches"
@@ -225,16 +226,18 @@ class NetworkPhase(Phase):
         *,
         replay: bool = True,
         generators: Sequence[torch.Generator] = (),
+        network: Network | None = None,
     ) -> None:
         recipe, setting, stage = method.setting.recipe, method.setting, method.stage
         self.is_target = labels is None
-        self.name: Literal["source", "target"] = "target" if labels is None else "source"
+        kind: Literal["source", "target"] = "target" if labels is None else "source"
+        self.name: str = kind
         self.epochs, self.steps, self.batch = recipe.epochs, recipe.steps, recipe.batch
-        self.method, self.network, self.memory = method, method.network, method.memory
-        self.optimiser = optimiser or method.optimiser(method.network.parameters())
+        self.method, self.network, self.memory = method, network or method.network, method.memory
+        self.optimiser = optimiser or method.optimiser(self.network.parameters())
         given = torch.zeros(len(images), dtype=torch.int64) if labels is None else labels
         memory = method.memory if self.is_target and replay else None
-        self.batches = Batches(setting, self.name, stage, images, given, memory)
+        self.batches = Batches(setting, kind, stage, images, given, memory)
         self._dropout = setting.generator("dropout", stage)
         self.generators = *self.batches.generators, self._dropout, *generators
 

@@ -7,7 +7,8 @@ in a ReLU; a ResNet has four, ``layer1`` to ``layer4``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -27,19 +28,14 @@ def insert_after(
     The network is changed in place. The modules are called ``name`` within their block, and are returned by block.
     """
     backbone = network.backbone
-    ends = _ends(backbone)
-    if not ends:
-        raise ConfigError(
-            f"nothing can be inserted into {network.config.backbone}, whose blocks are not known: "
-            "set network.backbone to dtn or a resnet."
-        )
+    ends = _known_ends(network)
     wrong = sorted(set(blocks) - ends.keys())
     if wrong:
         raise ConfigError(
             f"{network.config.backbone} has blocks {', '.join(map(str, ends))}, not {', '.join(map(str, wrong))}."
         )
     first = next(network.parameters())
-    channels = _channels(network, {block: ends[block] for block in blocks})
+    channels = _channels(network, blocks)
     made = {block: make(channels[block]).to(first.device).train(network.training) for block in sorted(set(blocks))}
     for block, module in made.items():
         path = ends[block]
@@ -50,6 +46,40 @@ def insert_after(
             setattr(backbone, path, end)
         end.add_module(name, module)
     return made
+
+
+@contextmanager
+def block_outputs(network: Network, blocks: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collects the feature maps after some blocks of a network, by block; each pass within the block replaces them.
+
+    Blocks are counted from 1, or from −1 for the last one.
+    """
+    ends, found = _known_ends(network), dict[int, Tensor]()
+    paths = list(ends.values())
+    handles = []
+    for block in blocks:
+
+        def note(_: nn.Module, __: tuple[Tensor, ...], output: Tensor, block: int = block) -> None:
+            found[block] = output
+
+        path = paths[block - 1 if block > 0 else block]
+        handles.append(network.backbone.get_submodule(path).register_forward_hook(note))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _known_ends(network: Network) -> dict[int, str]:
+    """Returns what :func:`_ends` does; raises a ConfigError if there are none."""
+    ends = _ends(network.backbone)
+    if not ends:
+        raise ConfigError(
+            f"the blocks of {network.config.backbone} are not known, so nothing can be inserted or read there: "
+            "set network.backbone to dtn or a resnet."
+        )
+    return ends
 
 
 def _ends(backbone: nn.Module) -> dict[int, str]:
@@ -63,23 +93,13 @@ def _ends(backbone: nn.Module) -> dict[int, str]:
     return {block: path for block, path in blocks.items() if isinstance(children.get(path), nn.Sequential)}
 
 
-def _channels(network: Network, ends: Mapping[int, str]) -> dict[int, int]:
+def _channels(network: Network, blocks: Sequence[int]) -> dict[int, int]:
     """Measures the channels after each block on a blank image."""
-    found: dict[int, int] = {}
-    handles = []
-    for block, path in ends.items():
-
-        def note(_: nn.Module, __: tuple[Tensor, ...], output: Tensor, block: int = block) -> None:
-            found[block] = output.shape[1]
-
-        handles.append(network.backbone.get_submodule(path).register_forward_hook(note))
     was = network.training
     device = next(network.parameters()).device
     try:
-        with torch.no_grad():
+        with torch.no_grad(), block_outputs(network, blocks) as found:
             network.eval().features(torch.zeros(1, 3, *network.image_size, device=device))
     finally:
         network.train(was)
-        for handle in handles:
-            handle.remove()
-    return found
+    return {block: maps.shape[1] for block, maps in found.items()}

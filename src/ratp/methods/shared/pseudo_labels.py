@@ -11,6 +11,7 @@ from torch import Tensor
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.functional.optim import StageSGD
 from ratp.functional.pseudo_labels import shot_labels
+from ratp.networks.network import Network
 from ratp.training.phase import Phase
 from ratp.training.phases import NetworkMethod, NetworkPhase, embed_all, update_labels_
 
@@ -52,9 +53,10 @@ class PseudoLabelPhase(NetworkPhase):
         *,
         generators: Sequence[torch.Generator] = (),
         finish: Finish | None = None,
+        network: Network | None = None,
     ) -> None:
         union = getattr(method.config, "replay", "none") == "union"
-        super().__init__(method, images, labels, optimiser, replay=union, generators=generators)
+        super().__init__(method, images, labels, optimiser, replay=union, generators=generators, network=network)
         self._refresh, self._finish = getattr(method.config, "refresh", 1), finish or method.remember
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
@@ -62,9 +64,13 @@ class PseudoLabelPhase(NetworkPhase):
         rate = super().begin_epoch(epoch)
         if not self.is_target or epoch % self._refresh:
             return rate
-        embedding, probabilities = embed_all(self.network, self.method.setting, self.batches.images)
+        embedding, probabilities = self.predict_all()
         labels = self.label(embedding, probabilities)
         return rate | update_labels_(self.batches.labels, labels, probabilities, first=epoch == 0)
+
+    def predict_all(self) -> tuple[Tensor, Tensor]:
+        """Returns embeddings and softmax of all images of the domain."""
+        return embed_all(self.network, self.method.setting, self.batches.images)
 
     def label(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
         """Returns SHOT's labels for all images of the domain."""

@@ -16,7 +16,7 @@ from ratp.config import switch
 from ratp.errors import ConfigError
 from ratp.functional.norm import only_rows, supports_row_masks
 from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
-from ratp.networks.network import Output
+from ratp.networks.network import Network, Output
 from ratp.training.method import Setting
 from ratp.training.phases import NetworkMethod
 
@@ -46,9 +46,17 @@ class LaterCopiesConfig(CopiesConfig):
 class Copies:
     """The RandMix copies of a stage's images; without ``randmix`` there are none."""
 
-    def __init__(self, method: NetworkMethod, randmix: RandMix | None = None, r_con: float = 1.0) -> None:
-        self._network, self._randmix, self._r_con = method.network, randmix, r_con
-        self.generators = () if randmix is None else (method.setting.generator("randmix", method.stage),)
+    def __init__(
+        self,
+        method: NetworkMethod,
+        randmix: RandMix | None = None,
+        r_con: float = 1.0,
+        *,
+        network: Network | None = None,  # what learns; None: the method's network
+        use: str = "randmix",  # name of the generator
+    ) -> None:
+        self._network, self._randmix, self._r_con = network or method.network, randmix, r_con
+        self.generators = () if randmix is None else (method.setting.generator(use, method.stage),)
 
     def learn_all(self, clean: Tensor) -> Output:
         """Passes normalised images, then a copy of each, through the network in training mode."""
@@ -71,14 +79,14 @@ class Copies:
 
 
 class CopyingMethod(NetworkMethod):
-    """A method whose config includes :class:`CopiesConfig`."""
+    """A method whose config includes :class:`CopiesConfig`, or its ``augment`` and ``randmix`` at least."""
 
     def __init__(self, setting: Setting, config: Any) -> None:
         super().__init__(setting, config)
         self.randmix: RandMix | None = None
         if config.augment:
             check_kernels(config.randmix, setting.image_size)
-            if not supports_row_masks(self.network):
+            if self.masks_copies(config) and not supports_row_masks(self.network):
                 raise ConfigError(
                     f"augment: BatchNorm of {setting.recipe.network.backbone} cannot leave images out; "
                     "set augment to false or network.backbone to dtn or a resnet."
@@ -86,6 +94,12 @@ class CopyingMethod(NetworkMethod):
             layers = setting.generator("randmix layers")
             self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, layers)
             self.extras = {"randmix": self.randmix}
+
+    @classmethod
+    def masks_copies(cls, config: Any) -> bool:
+        """Whether some images get no copy, which a mask then leaves out of BatchNorm."""
+        del config
+        return True
 
     def copies(self) -> Copies:
         """Returns the copies of the stage's images."""

@@ -16,7 +16,7 @@ from ratp.data.domain import LabelledDomain
 from ratp.functional.losses import cross_entropy, information_maximisation
 from ratp.functional.optim import Group, Schedule, SGDConfig
 from ratp.methods.shared.pseudo_labels import Finish, PseudoLabelPhase
-from ratp.methods.shared.randmix_copies import Copies
+from ratp.methods.shared.randmix_copies import Copies, CopyingMethod
 from ratp.methods.shared.rotation import RotationPhase, RotationTask
 from ratp.networks.network import Network, Output
 from ratp.training.memory import Batch
@@ -122,14 +122,16 @@ class TargetPhase(PseudoLabelPhase):
 
     def __init__(
         self,
-        method: SourceFreeMethod,
+        method: NetworkMethod,
         images: Tensor,
         groups: Sequence[Group],
         *,
         generators: Sequence[torch.Generator] = (),
         finish: Finish | None = None,
+        network: Network | None = None,
     ) -> None:
-        super().__init__(method, images, None, method.optimiser(groups), generators=generators, finish=finish)
+        optimiser = method.optimiser(groups)
+        super().__init__(method, images, None, optimiser, generators=generators, finish=finish, network=network)
         self._replays = method.config.replay == "separate"
 
     @abstractmethod
@@ -158,25 +160,31 @@ class TargetPhase(PseudoLabelPhase):
 
 
 class SHOTPhase(TargetPhase):
-    """SHOT's target stage: β·cross-entropy with its labels, information maximisation, and the rotation task if any."""
+    """SHOT's target stage: β·cross-entropy with its labels, information maximisation, and the rotation task if any.
+
+    It trains ``network`` (None: the method's) on images and their ``copies`` (None: the method's).
+    """
 
     saved = "_rotation"
 
     def __init__(
         self,
-        method: SourceFreeMethod,
+        method: SourceFreeMethod | CopyingMethod,
         images: Tensor,
         beta: float,
         *,
         rotation: RotationTask | None = None,
         finish: Finish | None = None,
+        network: Network | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        groups = extractor_groups(method.network, method.config.backbone_rate)
+        groups = extractor_groups(network or method.network, method.config.backbone_rate)
         if rotation is not None:
             groups.append((rotation.head.parameters(), 1.0))
         drawn = () if rotation is None else (rotation.generator,)
-        self._copies = method.copies()
-        super().__init__(method, images, groups, generators=(*drawn, *self._copies.generators), finish=finish)
+        self._copies = copies or method.copies()
+        generators = (*drawn, *self._copies.generators)
+        super().__init__(method, images, groups, generators=generators, finish=finish, network=network)
         self._beta, self._rotation = beta, rotation
         self._counts: Tensor | None = None
 
