@@ -203,12 +203,15 @@ class TestPreset:
     def test_values(self, name, stream):
         plan = resolve(RunRequest(stream, name, preset="own-head", weights="none", device="cpu"))
         recipe, config = as_dict(plan.recipe), plan.config
-        sizes = OWN_HEAD | {"network.dim": 512 if name == "gsfda" else 256, "lr": 0.001 if name == "bmd" else 0.01}
+        large = recipe["network.backbone"] != "dtn"
+        lr = 0.001 if name == "bmd" and large else 0.01
+        sizes = OWN_HEAD | {"network.dim": 512 if name == "gsfda" else 256, "lr": lr}
         assert {key: recipe[key] for key in sizes} == sizes
         assert config.sgd == SGDConfig(**OWN)
         constant = {"weight_decay": 5e-4, "schedule": "constant"} if name == "gsfda" else {}
         assert config.sgd_on_source == SGDConfig(**OWN | constant)
-        assert config.backbone_rate == (1.0 if recipe["network.backbone"] == "dtn" else 0.1)
+        assert config.backbone_rate == (0.1 if large else 1.0)
+        assert getattr(config, "extractor", None) == (not large if name == "bmd" else None)
         assert plan.changed == {}
         if name == "gsfda":
             assert config.slots == resolve(RunRequest(stream, name, weights="none")).config.slots
