@@ -39,6 +39,10 @@ _HOMES = {
     "eata": ("eata", "EATA"),
     "cotta": ("cotta", "CoTTA"),
     "adacon": ("adacontrast", "AdaContrast"),
+    "sar": ("sar", "SAR"),
+    "rmt": ("rmt", "RMT"),
+    "roid": ("roid", "ROID"),
+    "deyo": ("deyo", "DeYO"),
 }
 
 

@@ -65,7 +65,7 @@ class BMDConfig(SourceFreeConfig):
     static_weight: float = switch(2.0, "weight of the cross-entropy with static labels", minimum=0)
     dynamic_weight: float = switch(0.5, "weight of both cross-entropies with dynamic labels", minimum=0)
     decay: float = switch(0.9999, "share of a centre kept per step; 1: centres are fixed", minimum=0, maximum=1)
-    extractor: bool = switch(False, "train the whole feature extractor, not only its BatchNorm")
+    extractor: bool = switch(False, "train the whole feature extractor, not only its normalisation layers")
     dynamic_gradient: bool = switch(
         False, "gradient flows through the dynamic label too (published code)", hash_default=False
     )

@@ -100,7 +100,9 @@ class DeYO(SelectiveMethod):
         super().__init__(setting, config)
         if config.patches > min(setting.image_size):
             height, width = setting.image_size
-            raise ConfigError(f"patches must be at most the side of the images, {height}×{width}; got {config.patches}.")
+            raise ConfigError(
+                f"patches must be at most the side of the images, {height}×{width}; got {config.patches}."
+            )
         self._most_entropy = math.log(len(setting.classes))
 
     def adapted(self) -> dict[str, nn.Parameter]:

@@ -13,8 +13,8 @@ images by cosine (section 3.2):
 * Source stage: Σ over the masks of all domains of the smoothed cross-entropy of masked embeddings + ρ·(mean of the
   masks). Masks of future targets are learned here too, so their number is fixed beforehand (``slots``).
 * Target stage, under its mask: agreement with the k nearest images − H(p̄). γ and β of the feature extractor's
-  normalisation layers, the bottleneck and the classifier learn; updates of a channel are multiplied by 1 − a, with a the largest
-  mask any other domain has on it.
+  normalisation layers, the bottleneck and the classifier learn; updates of a channel are multiplied by 1 − a, with a
+  the largest mask any other domain has on it.
 * After a stage: exemplars enter the memory with the model's predictions. All domains are predicted under the mask of
   the latest stage; :meth:`GSFDA.predict_for_domain` uses the mask of a known stage instead, and the journal and reports
   show what that would give.

@@ -111,7 +111,7 @@ class SAR(AnchoredMethod):
     def learn(self, inputs: Tensor) -> Tensor:
         """Returns logits of a batch by its own statistics, then takes one sharpness-aware step."""
         logits = logits_by_batch(self.network, inputs)
-        parameters, entropy = list(self.adapted().values()), logit_entropy(logits)
+        parameters, entropy = list(self._trained.values()), logit_entropy(logits)
         kept = entropy.detach() < self.threshold
         count = 0
         if bool(kept.any()):
@@ -134,11 +134,10 @@ class SAR(AnchoredMethod):
         self.mean_loss = loss if mean is None else MEMORY_OF_LOSS * mean + (1 - MEMORY_OF_LOSS) * loss
         if self.mean_loss >= self.limit:
             return
-        parameters = self.adapted()
         with torch.no_grad():
-            for name, parameter in parameters.items():
+            for name, parameter in self._trained.items():
                 parameter.copy_(self.anchors[name])
-        self._optimiser = self.config.step.steps_on(parameters.values())
+        self._restart_optimiser()
         self.mean_loss = None
         self._recoveries += 1
 

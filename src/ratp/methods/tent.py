@@ -11,7 +11,8 @@ batch (``eval_bn``), from the first target on.
 Deviations from the published code: all normalisation layers take part, selected by type: BatchNorm, LayerNorm and
 GroupNorm (it selects only two-dimensional BatchNorm, so the bottleneck's would keep tracking the targets); dropout is
 off (its training mode turns it on, even for predictions); a batch of one image has no statistics, so it is predicted
-with running ones and not learned from. The comparison adds the memory (``replay``). Batches have the recipe's size (200 and 64 in the paper).
+with running ones and not learned from. The comparison adds the memory (``replay``). Batches have the recipe's size (200
+and 64 in the paper).
 """
 
 from __future__ import annotations

@@ -259,8 +259,8 @@ class BatchStatistics(OnlineNetwork):
     """An online method that normalises by the batch; its config has ``eval_bn``.
 
     Before the first target it is evaluated with running statistics, like any source model; afterwards as ``eval_bn``
-    says. A batch of one image has no statistics, so it is predicted with the running ones. Only BatchNorm has statistics
-    of a batch: where a feature extractor has none, as in vision transformers, they affect the bottleneck alone.
+    says. A batch of one image has no statistics, so it is predicted with the running ones. Only BatchNorm uses
+    statistics of a batch: of a network with a vision transformer, they affect the bottleneck alone.
     """
 
     smallest = 2
@@ -338,8 +338,11 @@ class AffineMethod(BatchStatistics):
     def begin_stage(self) -> None:
         """Creates optimiser and replay."""
         super().begin_stage()
-        parameters = list(self.adapted().values())
-        nesterov = getattr(self.config, "nesterov", False)
+        self._trained = self.adapted()
+        self._restart_optimiser()
+
+    def _restart_optimiser(self) -> None:
+        parameters, nesterov = list(self._trained.values()), getattr(self.config, "nesterov", False)
         self._optimiser = self.config.step.steps_on(parameters, nesterov=nesterov) if parameters else None
 
     def minimise(self, loss: Tensor) -> None:
@@ -377,7 +380,7 @@ class AnchoredMethod(SelectiveMethod):
     def begin_stage(self) -> None:
         """Creates optimiser and replay; on the first target, stores the source's values."""
         super().begin_stage()
-        self.anchors = self.anchors or {name: p.detach().clone() for name, p in self.adapted().items()}
+        self.anchors = self.anchors or {name: p.detach().clone() for name, p in self._trained.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Returns network, memory and the source's values."""
