@@ -120,7 +120,7 @@ class DeYO(SelectiveMethod):
         logits = logits_by_batch(self.network, inputs)
         entropy = logit_entropy(logits)
         kept = entropy.detach() < config.margin * self._most_entropy
-        fall = torch.zeros_like(entropy)
+        fall = torch.full_like(entropy, -torch.inf)  # not selected unless measured
         if int(kept.sum()) >= self.smallest:
             fall[kept] = self._fall(inputs[kept], logits[kept])
         kept = kept & (fall > config.plpd)
