@@ -53,7 +53,7 @@ def symmetric_by_hand(some, others):
 class TestMathematics:
     def test_means_of_the_classes_that_occur(self):
         embeddings, labels = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 6.0]]), torch.tensor([2, 0, 2])
-        assert class_means(embeddings, labels).tolist() == [[3.0, 4.0], [0.5, 4.0]]
+        assert class_means(embeddings, labels, 4).tolist() == [[3.0, 4.0], [0.5, 4.0]]
 
     def test_the_nearest_goes_by_angle(self):
         prototypes = torch.tensor([[10.0, 0.0], [0.1, 0.1], [0.0, 5.0]])

@@ -1,27 +1,27 @@
 """DeYO — "Entropy is not Enough for Test-Time Adaptation", ICLR 2024.
 
+Tent, on images that are recognised with certainty and by their shape. Cutting an image into 4 × 4 patches in random
+order destroys its shape; PLPD is the probability that its label loses:
+
+    PLPD = p_ŷ(image) − p_ŷ(shuffled image),   ŷ = argmax p(image)
+
 * Source stage: cross-entropy.
-* Target stage: one pass as in Tent, but a step learns from selected images only. Their entropy H is below
-  margin · ln K, and destroying their shape costs confidence: an image is cut into 4 × 4 patches in random order, and
-
-      PLPD = p_ŷ(image) − p_ŷ(shuffled image),   ŷ = argmax p(image)
-
-  exceeds ``plpd``. An image weighs exp(E₀ − H) + exp(PLPD), with E₀ = ``weight_margin`` · ln K; the loss is the mean of
-  weight · H. If no image is selected, there is no step. γ and β of normalisation layers learn, but those of the last
-  quarter of the blocks and of all that follows do not (``freeze_top``).
+* Target stage: one pass as in Tent, but a step learns from selected images only: those whose entropy H is below
+  margin · ln K and whose PLPD exceeds ``plpd``. Each weighs exp(E₀ − H) + exp(PLPD), with E₀ = 0.4 · ln K
+  (``weight_margin``); the loss is the mean of weight · H. If no image is selected, there is no step.
+* γ and β of normalisation layers learn, but those of the last quarter of the blocks and of all that follows do not
+  (``freeze_top``). That quarter is layer4 of a ResNet, the last three of a transformer's twelve blocks, and DTN's third
+  layer; final normalisation layers and the bottleneck follow it.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
-
-The last quarter of the blocks is layer4 of a ResNet, the last three of a transformer's twelve blocks, and DTN's third
-layer. With it, final normalisation layers and the bottleneck stay as they are.
 
 Deviations from the published code: normalisation layers are selected by type and place (it goes by names of ResNets and
 transformers, and so leaves nothing out of other networks: ``freeze_top=false``); dropout is off; a batch of one image
 has no statistics, so it is predicted with running ones and not learned from, and the same holds for a single image
 below the entropy's limit; where the side of an image is no multiple of four, the last rows and columns stay in place
-(it resizes). SGD has Nesterov's momentum, as in the benchmark of the authors of ROID. The comparison adds the memory
-(``replay``).
+(it resizes). SGD has Nesterov's momentum (``nesterov``), as in the benchmark of the authors of ROID. The comparison
+adds the memory (``replay``). Batches have the recipe's size (64 in the paper).
 
-A guess: the paper has no small network. DTN has the values that this benchmark uses on CIFAR-10: Adam at 0.001.
+A guess: the paper has no DTN, which has the values of this benchmark for CIFAR-10, Adam at 0.001 (``step``).
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def shuffle_patches(images: Tensor, order: Tensor) -> Tensor:
 
     Rows and columns beyond p whole patches stay in place.
     """
+    count, channels = images.shape[:2]
     side = math.isqrt(order.shape[1])
     height, width = (length // side for length in images.shape[2:])
-    inner = images[:, :, : side * height, : side * width]
-    tiles = inner.unflatten(3, (side, width)).unflatten(2, (side, height)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-    tiles = tiles[torch.arange(len(images), device=images.device)[:, None], order]
-    moved = tiles.unflatten(1, (side, side)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
     shuffled = images.clone()
-    shuffled[:, :, : side * height, : side * width] = moved
+    inner = shuffled[:, :, : side * height, : side * width]
+    grid = inner.reshape(count, channels, side, height, side, width).permute(0, 2, 4, 1, 3, 5)
+    patches = grid.flatten(1, 2)[torch.arange(count, device=images.device)[:, None], order]
+    inner.copy_(patches.view(grid.shape).permute(0, 3, 1, 4, 2, 5).reshape(inner.shape))
     return shuffled
 
 

@@ -1,32 +1,33 @@
 """RMT — "Robust Mean Teacher for Continual and Gradual Test-Time Adaptation", CVPR 2023.
 
-A student learns from a teacher that follows it slowly. Both start as the source's network.
+A student learns from a teacher that follows it slowly. Both start as the source's network. With the symmetric
+cross-entropy SCE(a, b) = ½·CE(b → a) + ½·CE(a → b), the student's logits x of an image and x̃ of a random view of it,
+and the teacher's logits t of the image:
+
+    loss = ½·SCE(x, t) + ½·SCE(x̃, t) + contrast
+
+The contrast takes three vectors of each image: its embedding, that of its view, and the source's prototype nearest to
+its embedding by cosine. A projector maps them to unit vectors; those of one image attract each other and all others of
+the batch repel, at temperature τ (the supervised contrastive loss, with the image as the class).
 
 * Source stage: cross-entropy. Then the mean embedding of each class becomes its prototype.
-* Target stage: one pass; both networks normalise by the batch. With x an image, x̃ a random view of it, t the teacher's
-  logits of x, and the symmetric cross-entropy SCE(a, b) = ½·CE(b → a) + ½·CE(a → b), one step on all weights of the
-  student lowers
-
-      ½·SCE(x, t) + ½·SCE(x̃, t) + contrast(prototype, x, x̃)
-
-  The contrast takes three vectors of each image: its embedding, that of its view, and the prototype nearest to the
-  former by cosine. A projector maps them to unit vectors; those of one image attract each other and all others of the
-  batch repel, at temperature τ (the supervised contrastive loss, with the image as the class). The projector learns
-  too. Then the teacher follows: θ_T ← α·θ_T + (1 − α)·θ_S. The prediction is the mean of both networks' logits.
+* Target stage: one pass; both networks normalise by the batch. One step on all weights of student and projector lowers
+  the loss. Then the teacher follows: θ_T ← α·θ_T + (1 − α)·θ_S. The prediction is the mean of both networks' logits.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
 The student is ``network``. Before the first target, it predicts alone.
 
 Deviations from the published code: the mean of the two networks' logits, where it has their sum, which decides alike;
 prototypes come from running statistics, and a class without source images has none; no warm-up, in which student and
-teacher see 50,000 more source images after the source stage; dropout is off (its training mode turns it on, in the
-student alone); views are CoTTA's, drawn per image and from images in [0, 1], and digits are not mirrored (``flip``);
-a batch of one image has no statistics, so it is predicted with running ones and not learned from.
+teacher see 50,000 more source images after the source stage; dropout is off (its training mode turns it on);
+views are CoTTA's, drawn per image and from images in [0, 1], and digits are not mirrored (``flip``); a batch of one
+image has no statistics, so it is predicted with running ones and not learned from. Batches have the recipe's size (200
+and 64 in the paper).
 
 Guesses: the published loss has the cross-entropy of a batch of source images. They are gone here, so it is that of a
 memory batch (``replay``), which holds images of earlier targets too, with the labels they were given. The published
-projector starts at the features of the backbone, ours at the embedding, which the classifier sees. The paper has no
-DTN, which has the values for CIFAR-10, Adam at 0.001.
+projector starts at the features of the backbone, here at the embedding, which the classifier sees (``projector=0``:
+none). The paper has no DTN, which has the values for CIFAR-10, Adam at 0.001 (``step``).
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ class RMTConfig(AdaptationConfig):
     flip: float = switch(0.0, "probability that a view is mirrored left to right", minimum=0, maximum=1)
 
 
-def class_means(embeddings: Tensor, labels: Tensor) -> Tensor:
+def class_means(embeddings: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Averages the embeddings (n, dim) of each class that occurs, in the order of classes."""
-    classes, place = labels.unique(return_inverse=True)
-    sums = embeddings.new_zeros(len(classes), embeddings.shape[1]).index_add_(0, place, embeddings)
-    return sums / place.bincount()[:, None]
+    members = F.one_hot(labels, classes).to(embeddings)
+    members = members[:, members.any(dim=0)]
+    return members.T @ embeddings / members.sum(dim=0)[:, None]
 
 
 def nearest(embeddings: Tensor, prototypes: Tensor) -> Tensor:
@@ -145,8 +146,9 @@ class RMT(BatchStatistics):
 
     def finish_source(self, domain: LabelledDomain) -> dict[str, float]:
         """Computes the prototypes, then takes exemplars."""
-        embeddings, _ = embed_all(self.network, self.setting, domain.images.to(self.setting.device))
-        self.prototypes = class_means(embeddings, domain.labels.to(self.setting.device))
+        device, classes = self.setting.device, len(self.setting.classes)
+        embeddings, _ = embed_all(self.network, self.setting, domain.images.to(device))
+        self.prototypes = class_means(embeddings, domain.labels.to(device), classes)
         return super().finish_source(domain)
 
     def state(self) -> dict[str, Tensor]:

@@ -1,32 +1,36 @@
 """ROID — "Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, …", WACV 2024.
 
+A batch of n images with predictions p_i has weights w_i. With H, the entropy, and p̄, the moving average of the mean
+predictions of earlier batches:
+
+    w_i = exp(d_i·c_i / temperature),   d_i = 1 − cos(p̄, p_i),   c_i = −H(p_i)
+
+Both d (diversity) and c (certainty) are scaled to [0, 1] within the batch, and images with a d below its mean weigh 0.
+
+    loss = 1/n · Σ_i w_i · (SLR(p_i) + SCE(view_i, image_i))
+    SLR(p) = −Σ_k p_k · log(p_k / (1 − p_k) + 10⁻⁵)
+
+In SLR, the soft likelihood ratio, p is at most 0.99; SCE is the symmetric cross-entropy with a random view.
+
 * Source stage: cross-entropy.
-* Target stage: one pass. A batch of n images is normalised by its own statistics. With predictions p, their entropy H
-  and the moving average p̄ of mean predictions, image i weighs exp(d·c / ``temperature``), where
-
-      d = 1 − cos(p̄, p_i)  (diversity),   c = −H(p_i)  (certainty),   both scaled to [0, 1] within the batch
-
-  and 0 if its d is below the mean of d. One step on γ and β of normalisation layers lowers
-
-      1/n · Σ_i w_i · (SLR(p_i) + SCE(view_i, image_i)),   SLR(p) = −Σ_k p_k · log(p_k / (1 − p_k) + 10⁻⁵)
-
-  with p at most 0.99 in SLR, the soft likelihood ratio; SCE is the symmetric cross-entropy with a random view. Then γ
-  and β move towards the source's: θ ← ``keep``·θ + (1 − ``keep``)·θ⁰.
-* A batch's logits are multiplied by its smoothed prior (``prior``): K·(q + s)/(1 + s·K), with the mean prediction q of
-  the batch and s = max(1/n, 1/K) / max q. Evaluations by batch do the same.
+* Target stage: one pass, normalised by the batch. One step on γ and β of normalisation layers lowers the loss. Then
+  both move towards the source's: θ ← ``keep``·θ + (1 − ``keep``)·θ⁰.
+* Predictions: the logits of a batch are multiplied by its smoothed prior (``prior``), K·(q + s)/(1 + s·K), with the
+  batch's mean prediction q and s = max(1/n, 1/K) / max q. Evaluations by batch do the same.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
 Equal values of d or of c scale to 0, so that such images weigh 1. If a single image counts, its view is left out: it
 would have no statistics.
 
 Deviations from the published code: the prior is multiplied by K, which changes no decision and leaves the logits as
-they are if the prior is uniform (it divides them by K then, and so all confidence); losses are divided by the images of
-the batch, also in a batch smaller than usual; views are CoTTA's, drawn per image, which repeat the edge and add blur
-and noise, and do not mirror digits (``flip``); the bottleneck's BatchNorm uses statistics of the batch too; a batch of
-one image is predicted with running statistics and not learned from. The comparison adds the memory (``replay``). The
-average p̄ persists across targets, like the weights.
+they are if the prior is uniform (in the original, they then shrink to a K-th, and with them all confidence); losses are
+divided by the images of the batch, also in a batch smaller than usual; views are CoTTA's, drawn per image, which repeat
+the edge and add blur and noise, and do not mirror digits (``flip``); the bottleneck's BatchNorm uses statistics of the
+batch too; a batch of one image is predicted with running statistics and not learned from. The comparison adds the
+memory (``replay``). The average p̄ persists across targets, like the weights. Batches have the recipe's size (200 and 64
+in the paper).
 
-A guess: the paper has no DTN, which has the values for CIFAR-10, Adam at 0.001.
+A guess: the paper has no DTN, which has the values for CIFAR-10, Adam at 0.001 (``step``).
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
 """SAR — "Towards Stable Test-Time Adaptation in Dynamic Wild World", ICLR 2023.
 
 * Source stage: cross-entropy.
-* Target stage: one pass as in Tent, with three changes. A step learns only from images whose entropy H is below
-  margin · ln K. It is sharpness-aware: from the gradient g of their mean entropy at θ, it goes to θ + ρ·g/‖g‖, selects
-  once more among these images there, and applies the gradient found there to θ. And the network recovers: if the moving
-  average of the second losses falls below a limit, a sign of collapse, then γ, β and the optimiser return to the
-  source's. If no image is selected, the first or the second time, there is no step. γ and β of normalisation layers
-  learn, but those of the last quarter of the blocks and of all that follows do not (``freeze_top``).
+* Target stage: one pass as in Tent, but a step learns only from images whose entropy H is below margin · ln K, and it
+  is sharpness-aware: from the gradient g of their mean entropy at θ, it goes to θ + ρ·g/‖g‖, selects once more among
+  these images there, and applies the gradient found there to θ. If no image is selected, the first or the second time,
+  there is no step.
+* Recovery: if the moving average of the second losses falls below a limit, a sign of collapse, then γ, β and the
+  optimiser start again as after the source.
+* γ and β of normalisation layers learn, but those of the last quarter of the blocks and of all that follows do not
+  (``freeze_top``). That quarter is layer4 of a ResNet, the last three of a transformer's twelve blocks, and DTN's third
+  layer; final normalisation layers and the bottleneck follow it.
 * Replay adds the cross-entropy of a memory batch to the second loss, at θ + ρ·g/‖g‖. It counts neither for g nor for
   the moving average.
-
-The last quarter of the blocks is layer4 of a ResNet, the last three of a transformer's twelve blocks, and DTN's third
-layer. With it, final normalisation layers and the bottleneck stay as they are.
 
 Deviations from the published code: normalisation layers are selected by type and place (it goes by names of ResNets and
 transformers, and so leaves nothing out of other networks: ``freeze_top=false``); dropout is off; a batch of one image
 has no statistics, so it is predicted with running ones and not learned from. The comparison adds the memory
-(``replay``). The moving average persists across targets, like the weights.
+(``replay``). The moving average persists across targets, like the weights. Batches have the recipe's size (64 in the
+paper).
 
 Guesses: the limit 0.2 is for a thousand classes; it is multiplied by ln K / ln 1000 (``recover_scale=none``: not). The
-paper has no small network. DTN has the values that the benchmark of the authors of ROID uses on CIFAR-10, Adam at
-0.001; for SAR, that benchmark keeps SGD without Nesterov's momentum, at this rate (``step.optimiser=sgd``).
+paper has no DTN, which has the values of the benchmark of the authors of ROID for CIFAR-10, Adam at 0.001; for SAR,
+that benchmark itself keeps SGD, at this rate (``step.optimiser=sgd``).
 """
 
 from __future__ import annotations
