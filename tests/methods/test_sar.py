@@ -223,6 +223,20 @@ class TestLayers:
         kept = {f"backbone.blocks.{i}.norm{j}.{kind}" for i in range(9) for j in (1, 2) for kind in ("weight", "bias")}
         assert lower_affine_parameters(network).keys() == kept
 
+    @pytest.mark.parametrize(
+        ("name", "blocks"),
+        [
+            ("resnet101", ["layer1", "layer2", "layer3", "layer4"]),
+            ("timm:test_resnet", ["layer1", "layer2", "layer3", "layer4"]),
+            ("timm:test_efficientnet", [f"blocks.{index}" for index in range(5)]),
+            ("timm:test_convnext", ["stages.0", "stages.1", "stages.2", "stages.3"]),
+        ],
+    )
+    def test_blocks_are_those_of_the_whole_network(self, name, blocks):
+        """Not the many of a stage of a deep network, nor two single layers with numbers."""
+        pytest.importorskip("timm")
+        assert blocks_of(make_backbone(name, (64, 64))[0]) == blocks
+
     def test_other_backbones(self):
         nested = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.GroupNorm(2, 4)))
         assert blocks_of(nested) == ["1.0", "1.2"]

@@ -411,17 +411,20 @@ def lower_affine_parameters(network: Network) -> dict[str, nn.Parameter]:
 def blocks_of(backbone: nn.Module) -> list[str]:
     """Names the blocks of a feature extractor, in their order; only what has normalisation layers counts.
 
-    They are numbered siblings (layer1 … layer4 of a ResNet), else the members of the first list or sequence with more
-    than one (a transformer's blocks, DTN's layers), else the single layers.
+    They are numbered siblings (layer1 … layer4 of a ResNet) or the members of a list or sequence (a transformer's
+    blocks, DTN's layers): of all these groups, the one with most normalisation layers. Without any, they are the
+    single layers.
     """
-    numbered: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name, child in backbone.named_children():
         if (match := re.fullmatch(r"(\D+)\d+", name)) and affine_parameters(child):
-            numbered.setdefault(match[1], []).append(name)
-    members = (
-        [f"{path}.{name}".lstrip(".") for name, child in module.named_children() if affine_parameters(child)]
-        for path, module in backbone.named_modules()
-        if isinstance(module, nn.Sequential | nn.ModuleList)
-    )
+            groups.setdefault(match[1], []).append(name)
+    for path, module in backbone.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            members = (name for name, child in module.named_children() if affine_parameters(child))
+            groups[f"{path}."] = [f"{path}.{name}".lstrip(".") for name in members]
+    several = [names for names in groups.values() if len(names) > 1]
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in affine_parameters(backbone)))
-    return next((names for names in (*numbered.values(), *members) if len(names) > 1), layers)
+    return max(
+        several, key=lambda names: sum(len(affine_parameters(backbone.get_submodule(n))) for n in names), default=layers
+    )
