@@ -52,6 +52,10 @@ SWITCHES = {
     "eata": "replay=none weighted=false",
     "cotta": "replay=none loss=symmetric",
     "adacon": "replay=none decay=constant first_look=false",
+    "sar": "replay=none freeze_top=false recover_below=9",
+    "rmt": "replay=none projector=0 step.optimiser=sgd",
+    "roid": "replay=none prior=false consistency=false eval_bn=running",
+    "deyo": "replay=none freeze_top=false weighted=false",
 }
 PRESETS = {"ratp": ["official", "paper"]}
 SHORT = {"order": "scan>photo>font", "subset": True}

@@ -40,8 +40,8 @@ def brief(error: object) -> str:
     return lines[-1] if any(line.startswith("Traceback ") for line in lines) else " ".join(lines)
 
 
-# The most names that one message lists.
-MOST_NAMES = 20
+# The most names that one message lists; of valid ones, it may list all methods.
+MOST_NAMES, MOST_VALID = 20, 30
 
 
 def nearest(given: str, names: Sequence[str]) -> str | None:
@@ -61,7 +61,7 @@ def unknown(kind: str, given: object, valid: Iterable[str]) -> str:
     names = sorted(valid)
     match = nearest(str(given), names)
     hint = f" Did you mean {match!r}?" if match else ""
-    if len(names) > MOST_NAMES:
+    if len(names) > MOST_VALID:
         near = get_close_matches(str(given), names, n=5, cutoff=0.3) or names[:5]
         return f"unknown {kind} {given!r}.{hint} Valid: {', '.join(near)}, … ({len(names)} in all)."
     return f"unknown {kind} {given!r}.{hint} Valid: {', '.join(names) or 'none'}."

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as vision
 
-from ratp.methods.cotta import ANGLE, BRIGHTNESS, CONTRAST, GAMMA, HUE, SATURATION, CoTTAView, recolour
+from ratp.functional.cotta_views import ANGLE, BRIGHTNESS, CONTRAST, GAMMA, HUE, SATURATION, CoTTAView, recolour
 
 BY_HAND = {
     BRIGHTNESS: vision.adjust_brightness,

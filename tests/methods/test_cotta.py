@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from helpers import all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp.errors import ConfigError
+from ratp.functional.cotta_views import CoTTAView
 from ratp.functional.norm import batch_norms, by_batch
-from ratp.methods.cotta import CoTTAView, teacher_loss
+from ratp.methods.cotta import teacher_loss
 from ratp.runs.plan import resolve
 from ratp.runs.request import RunRequest
 

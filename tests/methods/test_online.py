@@ -6,12 +6,28 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import CLASSES, same_tensors, toy_domain, toy_method, toy_plan
+import ratp
+from helpers import CLASSES, QUICK, TINY, all_finite, same_tensors, toy_domain, toy_method, toy_plan
 from ratp._core.environment import Randomness
+from ratp.data.domain import LabelledDomain
+from ratp.errors import ConfigError
 from ratp.functional.norm import BatchNorm1d, BatchNorm2d, affine_parameters, batch_norms, by_batch
-from ratp.methods.shared.online import classify_by_batch, in_batches
+from ratp.methods.shared.online import FewLayersWarning, classify_by_batch, in_batches
+from ratp.networks.backbones import REGISTRY
 from ratp.networks.network import Network, NetworkConfig
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.streams.stream import make_stream
 from ratp.training.method import Setting
+
+ONLINE = ["tent", "eata", "cotta", "t3a", "adacon", "adabn", "sar", "rmt", "roid", "deyo"]
+AFFINE = ["tent", "eata", "sar", "roid", "deyo"]
+# Limits that every image is below.
+LENIENT = {
+    "eata": {"margin": 2.0, "similarity": 2.0},
+    "sar": {"margin": 2.0, "recover_below": 0.0},
+    "deyo": {"margin": 2.0, "plpd": -1.0},
+}
 
 
 @pytest.fixture
@@ -88,6 +104,14 @@ class TestLayers:
 
     def test_those_without_parameters_have_none(self):
         assert affine_parameters(nn.Sequential(BatchNorm1d(3, affine=False), nn.Linear(3, 3))) == {}
+        assert affine_parameters(nn.LayerNorm(3, elementwise_affine=False)) == {}
+
+    def test_all_three_kinds_are_found_in_their_order(self):
+        layers = [nn.LayerNorm(3), nn.Sequential(nn.GroupNorm(1, 3), nn.Linear(3, 3)), nn.BatchNorm2d(3)]
+        layers += [nn.LayerNorm(3, bias=False), nn.InstanceNorm2d(3, affine=True)]
+        names = ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "2.weight", "2.bias", "3.weight"]
+        assert list(affine_parameters(nn.Sequential(*layers))) == names
+        assert list(affine_parameters(nn.LayerNorm(3))) == ["weight", "bias"]
 
     @pytest.mark.parametrize("training", [True, False])
     def test_layers_of_others_take_the_batch_too(self, training):
@@ -103,7 +127,7 @@ class TestLayers:
         assert torch.equal(theirs.eval()(x), ours.eval()(x))
 
 
-@pytest.mark.parametrize("name", ["tent", "eata", "cotta", "t3a", "adacon", "adabn"])
+@pytest.mark.parametrize("name", ONLINE)
 def test_images_shown_after_a_domain_begin_a_stage_as_they_do_after_a_reload(name):
     plan = toy_plan(name, changes={"reset": True} if name == "t3a" else {})
     logits = []
@@ -117,3 +141,133 @@ def test_images_shown_after_a_domain_begin_a_stage_as_they_do_after_a_reload(nam
             method.load_state(state)
         logits.append([method.observe(part) for part in targets[1].images.split(16)])
     assert all(torch.equal(kept, loaded) for kept, loaded in zip(*logits, strict=True))
+
+
+def build_on(backbone, name, *, size=32, **changes):
+    """A method with another backbone, a source and a target of a few images."""
+    tiny = {**TINY, **QUICK.get(name, {}), **LENIENT.get(name, {}), "network.backbone": backbone, "network.width": 1}
+    plan = resolve(RunRequest(method=name, changes={**tiny, "size": size, **changes}, weights="none", device="cpu"))
+    generator = torch.Generator().manual_seed(0)
+    domains = [
+        LabelledDomain(
+            title,
+            torch.randint(256, (16, 3, size, size), generator=generator, dtype=torch.uint8),
+            torch.arange(16) % 4,
+            CLASSES,
+        )
+        for title in ("ink", "mud")
+    ]
+    return plan.build_method(make_stream("toy", domains, 0)), domains[0], domains[1].unlabelled()
+
+
+def changed_by_adapting(method, source, target):
+    """The names of what a target changes in the network."""
+    method.fit_source(source)
+    before = {name: tensor.clone() for name, tensor in method.network.state_dict().items()}
+    method.adapt(target)
+    assert all_finite(method.state())
+    return {name for name, tensor in method.network.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+class TestTransformers:
+    @pytest.fixture(autouse=True)
+    def _timm(self):
+        pytest.importorskip("timm")
+
+    @pytest.mark.parametrize("name", AFFINE)
+    def test_all_layer_norms_adapt(self, name):
+        """Or below the last of six blocks."""
+        built = build_on("timm:test_vit", name, size=160, **{"step.rate": 0.05, "step.optimiser": "adam"})
+        network = built[0].network
+        expected = {
+            f"{path}.{kind}"
+            for path, layer in network.named_modules()
+            if isinstance(layer, nn.LayerNorm | nn.BatchNorm1d)
+            for kind in ("weight", "bias")
+        }
+        assert len(expected) == 2 * (13 + 1)
+        if name in ("sar", "deyo"):
+            last = ("backbone.blocks.5.", "backbone.norm.", "bottleneck.")
+            expected = {path for path in expected if not path.startswith(last)}
+        assert changed_by_adapting(*built) == expected
+
+    def test_statistics_of_the_batch_affect_the_bottleneck_alone(self):
+        method, source, target = build_on("timm:test_vit", "adabn", size=160)
+        with pytest.warns(FewLayersWarning, match=r"timm:test_vit has no BatchNorm: only those of the bottleneck"):
+            method.fit_source(source)
+        features = []
+        method.network.bottleneck.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+        plain = method.predict(target.images)
+        method.adapt(target)
+        features.clear()
+        by_its_own = method.predict(target.images[:8])
+        with torch.no_grad():
+            alone = method.network.backbone(method.scaling(target.images[:8]))
+        assert features[0].shape == alone.shape
+        torch.testing.assert_close(features[0].sort(dim=0).values, alone.sort(dim=0).values)
+        assert not torch.allclose(plain[:8], by_its_own)
+
+
+class TestFewLayers:
+    @pytest.fixture(autouse=True)
+    def _backbones(self, monkeypatch):
+        def bare():
+            return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.Flatten())
+
+        def grouped():
+            layers = (nn.Conv2d(3, 4, 8, 8), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4))
+            return nn.Sequential(*layers, nn.Flatten())
+
+        monkeypatch.setattr("ratp.networks.backbones.REGISTRY", REGISTRY.copy())
+        ratp.register_backbone("bare", bare)
+        ratp.register_backbone("grouped", grouped)
+
+    @pytest.mark.parametrize("name", ["tent", "eata", "roid"])
+    def test_without_any_in_the_backbone_a_note_comes_before_training(self, name):
+        method, source, target = build_on("bare", name)
+        with pytest.warns(FewLayersWarning, match=rf"^{name} adapts scale .* bare has none: only those of the bottlen"):
+            method.source_phases(source)
+        with pytest.warns(FewLayersWarning):
+            assert changed_by_adapting(method, source, target) == {"bottleneck.1.weight", "bottleneck.1.bias"}
+
+    @pytest.mark.parametrize("name", ["sar", "deyo"])
+    def test_without_any_below_the_last_block_it_is_refused(self, name):
+        with pytest.raises(
+            ConfigError, match=rf"{name} adapts .* bare has none below its last blocks: .* freeze_top=f"
+        ):
+            build_on("bare", name)
+        method, source, target = build_on("bare", name, freeze_top=False)
+        with pytest.warns(FewLayersWarning):
+            assert changed_by_adapting(method, source, target) == {"bottleneck.1.weight", "bottleneck.1.bias"}
+
+    @pytest.mark.parametrize("name", AFFINE)
+    def test_group_norms_adapt(self, name):
+        found = changed_by_adapting(*build_on("grouped", name))
+        layers = ("backbone.1",) if name in ("sar", "deyo") else ("backbone.1", "backbone.4", "bottleneck.1")
+        assert found == {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_with_a_single_class_nothing_turns_into_nan(name):
+    """Streams refuse it, but methods can be built without one. Its entropies are all 0, and so is ln K."""
+    plan = toy_plan(name, changes=QUICK.get(name, {}))
+    method = plan.method(Setting(plan.recipe, ("all",), (32, 32), Randomness(3), torch.device("cpu")), plan.config)
+    source, target = toy_domain("ink", 24), toy_domain("mud", 20)
+    method.fit_source(LabelledDomain("ink", source.images, torch.zeros_like(source.labels), ("all",)))
+    method.adapt(target.unlabelled())
+    assert method.predict(target.images).isfinite().all()
+    assert all_finite(method.state())
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("memory", [0, 24])
+def test_domains_smaller_than_a_batch(name, memory):
+    plan = toy_plan(name, changes={**QUICK.get(name, {}), **LENIENT.get(name, {}), "memory": memory, "batch": 64})
+    method, source, _ = toy_method(plan)
+    method.fit_source(source)
+    for count in (1, 2, 5):
+        target = toy_domain(f"mud {count}", count).unlabelled()
+        method.adapt(target)
+        assert method.predict(target.images).isfinite().all()
+    assert method.stage == 4
+    assert all_finite(method.state())

@@ -179,7 +179,7 @@ class TestMeasuring:
 
 
 class TestByHand:
-    @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn"])
+    @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn", "sar", "rmt", "roid", "deyo"])
     def test_observing_is_what_the_phase_does(self, name):
         phase, (target, _) = build_method(name)
         by_hand, _ = build_method(name)
@@ -194,7 +194,7 @@ class TestByHand:
         assert same_tensors(phase.state(), by_hand.state())
         assert torch.equal(phase.predict(target.images), by_hand.predict(target.images))
 
-    @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn"])
+    @pytest.mark.parametrize("name", ["tent", "eata", "t3a", "adabn", "sar", "rmt", "roid", "deyo"])
     def test_stage_after_restoring_state(self, name):
         straight, targets = build_method(name)
         straight.adapt(targets[0])

@@ -203,6 +203,8 @@ class TestDirectory:
         assert json.loads((run.folder / "config.json").read_text())["fingerprint"] in about
 
     def test_the_weights_alone_give_the_last_row_of_the_matrix(self, run):
+        if run.plan.method.name in ("rmt", "roid"):
+            pytest.skip("the teacher predicts too, or the prior of a batch")
         network = run.plan.build_method(run.stream).network  # some methods add layers of their own
         network.load_state_dict(tensors_of(run.folder, "weights"))
         for test, expected in zip(run.stream.tests, accuracy_of(run.folder)[-1], strict=True):

@@ -47,6 +47,11 @@ VARIANTS = [
     ("codag", {"augment": False, "selnlpl.history": 1, "labelling": "centroids"}),
     ("mpm", {**OWN_HEAD, "learns_through": "fused", "new_head": "source", "bige": "batch", "length": 1.5}),
     ("mpm", {"adaptation_statistics": "batch", "fusion": "mean", "memory": 0}),
+    ("sar", {"margin": 2.0}),
+    ("sar", {"margin": 2.0, "recover_below": 100.0, "step.optimiser": "sgd"}),
+    ("rmt", {"projector": 0, "step.optimiser": "sgd"}),
+    ("roid", {"step.optimiser": "sgd"}),
+    ("deyo", {"margin": 2.0, "plpd": -1.0}),
 ]
 # From the method's generators when the next one begins; by every step.
 RECOMPUTED = {("PDENStage", "_pool"), ("SHOTPhase", "_counts")}
@@ -119,12 +124,16 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
         ("adacon", "bank"),
         ("codag", "_history"),
         ("mpm", "_history"),
+        ("sar", "_shown"),
+        ("rmt", "_changes"),
+        ("roid", "_changes"),
+        ("deyo", "_order"),
     ],
 )
 def test_unsaved_state_is_detected(name, forgotten, monkeypatch):
     names = state_module._saved_names
     monkeypatch.setattr(state_module, "_saved_names", lambda kind: [one for one in names(kind) if one != forgotten])
-    changes = {"sgd.momentum": 0.9} if name in ("shot+", "cotta") else {}
+    changes = {"sgd.momentum": 0.9} if name in ("shot+", "cotta") else {"margin": 2.0} if name == "deyo" else {}
     found, start = set(), None
     for _ in range(2):
         method, phases = stage_of(name, changes, start)

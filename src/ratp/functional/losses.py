@@ -97,6 +97,16 @@ def mean_prediction_entropy(logits: Tensor) -> Tensor:
     return -(logs.exp() * logs).sum()
 
 
+def logit_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Computes −Σ softmax(target)·log softmax(logits) of each row of logits (n, k)."""
+    return -(target.softmax(dim=1) * logits.log_softmax(dim=1)).sum(dim=1)
+
+
+def symmetric_cross_entropy(some: Tensor, others: Tensor) -> Tensor:
+    """Computes ½·CE(others → some) + ½·CE(some → others) of each row of logits (n, k)."""
+    return 0.5 * logit_cross_entropy(some, others) + 0.5 * logit_cross_entropy(others, some)
+
+
 def distillation(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
     """Averages KL(teacher ‖ student) of logits (or features), shape (n, k), over the rows that count; 0 without any.
 

@@ -41,6 +41,10 @@ _HOMES = {
     "adacon": ("adacontrast", "AdaContrast"),
     "codag": ("codag", "CoDAG"),
     "mpm": ("mpm", "MPM"),
+    "sar": ("sar", "SAR"),
+    "rmt": ("rmt", "RMT"),
+    "roid": ("roid", "ROID"),
+    "deyo": ("deyo", "DeYO"),
 }
 
 

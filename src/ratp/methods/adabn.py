@@ -8,12 +8,16 @@ rate zero. A method that normalises by the batch must beat this, not source-only
 * ``eval_bn`` running: the pass over a target replaces the running statistics by the mean over its batches, as in the
   paper, and evaluations use them; earlier domains are then evaluated with the last target's statistics.
 
+A feature extractor without BatchNorm, such as a vision transformer, has no such statistics: only those of the
+bottleneck change then, and a note says so before training.
+
 Deviation: the paper keeps statistics per domain and knows the domain of every image; here it is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,10 +25,12 @@ import torch
 from torch import Tensor
 
 from ratp.config import switch
+from ratp.data.domain import LabelledDomain
 from ratp.functional.norm import batch_norms
 from ratp.functional.optim import WITH_MOMENTUM, SGDConfig
-from ratp.methods.shared.online import BatchStatistics, logits_by_batch, tracking
+from ratp.methods.shared.online import BatchStatistics, FewLayersWarning, logits_by_batch, tracking
 from ratp.training.method import Setting, Statistics
+from ratp.training.phase import Phase
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,13 @@ class AdaBN(BatchStatistics):
     def __init__(self, setting: Setting, config: AdaBNConfig) -> None:
         super().__init__(setting, config)
         self._batches = 0
+
+    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """Returns one phase of cross-entropy; says so first if the feature extractor has no BatchNorm."""
+        if not batch_norms(self.network.backbone):
+            text = f"adabn takes BatchNorm's statistics, and {self.setting.recipe.network.backbone} has no BatchNorm"
+            warnings.warn(f"{text}: only those of the bottleneck will change", FewLayersWarning, stacklevel=2)
+        return super().source_phases(domain)
 
     def begin_stage(self) -> None:
         """Restarts the running mean."""

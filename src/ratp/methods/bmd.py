@@ -8,7 +8,7 @@ SHOT with other labels: every class has equally many seeds and several centres, 
   (:func:`ratp.functional.pseudo_labels.bmd_labels`). The loss is H̄ − H(p̄) in the first epoch, then
   H̄ + 2·CE(static label) + ½·[CE(dynamic label, p) + CE(p, dynamic label)]. The dynamic label of an image is soft and
   comes from the current centres; after each step these move a ten-thousandth of the way towards the batch. The
-  bottleneck and the scale and shift of the feature extractor's BatchNorm learn.
+  bottleneck and the scale and shift of the feature extractor's normalisation layers learn.
 * After a stage: exemplars enter the memory with their last static labels.
 
 Deviations from the original:
@@ -21,7 +21,7 @@ Deviations from the original:
 * Log-softmax replaces the logarithm of a softmax, which is NaN if the model is certain.
 * Parameters are selected by layer type. The original selects names that contain "bn", which misses DTN and shortcuts.
   It freezes all convolutions, and no code for small networks is published; ``extractor`` trains the convolutions of
-  any network as well, at the rate ``backbone_rate`` of its BatchNorm.
+  any network as well, at the rate ``backbone_rate`` of its normalisation layers.
 * K-means starts from the most certain seed and then the seeds farthest from those chosen, not at random. With fewer
   than four seeds, some are used twice.
 * No gradient flows through the dynamic label; in the published code it does (``dynamic_gradient``).
@@ -68,7 +68,7 @@ class BMDConfig(SourceFreeConfig):
     static_weight: float = switch(2.0, "weight of the cross-entropy with static labels", minimum=0)
     dynamic_weight: float = switch(0.5, "weight of both cross-entropies with dynamic labels", minimum=0)
     decay: float = switch(0.9999, "share of a centre kept per step; 1: centres are fixed", minimum=0, maximum=1)
-    extractor: bool = switch(False, "train the whole feature extractor, not only its BatchNorm")
+    extractor: bool = switch(False, "train the whole feature extractor, not only its normalisation layers")
     dynamic_gradient: bool = switch(
         False, "gradient flows through the dynamic label too (published code)", hash_default=False
     )

@@ -1,17 +1,18 @@
 """EATA — "Efficient Test-Time Model Adaptation without Forgetting", ICML 2022.
 
-* Source stage: cross-entropy. Then the Fisher information F of BatchNorm's γ and β is estimated on source images with
-  the network's own labels, and the values of γ and β become the anchors θ⁰.
+* Source stage: cross-entropy. Then the Fisher information F of γ and β of normalisation layers is estimated on source
+  images with the network's own labels, and the values of γ and β become the anchors θ⁰.
 * Target stage: one pass as in Tent, but a step learns from selected images only: those whose entropy H is below
   E₀ = margin · ln K and whose prediction differs from the mean of earlier ones. Each weighs exp(E₀ − H). The loss adds
   α · Σ F (θ − θ⁰)², the distance from the anchors. If no image is selected, there is no step.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
-Deviations from the published code: all BatchNorm layers take part, selected by type; dropout is off; a batch of one
-image is predicted with running statistics and not learned from. The Fisher information comes from training images, in
-batches of 64: as published, it squares the gradient of a batch's mean loss, so its scale depends on the batch size. The
-published ε of 0.05 is for a thousand classes and would reject nearly all images of ten; the default is that of
-CIFAR-10. The comparison adds the memory (``replay``). The mean prediction persists across targets, like the weights.
+Deviations from the published code: all normalisation layers take part (BatchNorm, LayerNorm, GroupNorm), selected by
+type; dropout is off; a batch of one image is predicted with running statistics and not learned from. The Fisher
+information comes from training images, in batches of 64: as published, it squares the gradient of a batch's mean loss,
+so its scale depends on the batch size. The published ε of 0.05 is for a thousand classes and would reject nearly all
+images of ten; the default is that of CIFAR-10. The comparison adds the memory (``replay``). The mean prediction
+persists across targets, like the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ratp.data.domain import LabelledDomain
 from ratp.functional.losses import logit_entropy
 from ratp.functional.norm import affine_parameters
 from ratp.functional.optim import WITH_MOMENTUM
-from ratp.methods.shared.online import LARGE_STEPS, AdaptationConfig, AffineMethod, in_batches, logits_by_batch
+from ratp.methods.shared.online import LARGE_STEPS, AdaptationConfig, SelectiveMethod, in_batches, logits_by_batch
 from ratp.training.method import Setting, pack, unpack
 
 FISHER_BATCH = 64
@@ -75,7 +76,7 @@ def distance(parameters: Tensors, anchors: Tensors, fisher: Tensors, weight: flo
     return weight * torch.stack([(f * (parameters[n] - anchors[n]).square()).sum() for n, f in fisher.items()]).sum()
 
 
-class EATA(AffineMethod):
+class EATA(SelectiveMethod):
     """Tent on reliable, non-redundant images, held near the source by Fisher information."""
 
     name = "eata"
@@ -85,7 +86,6 @@ class EATA(AffineMethod):
     needs = "exemplars for replay, Fisher information of the source, one pass over a target"
     config_type = EATAConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
-    saved = "_shown _learnt"
     large: ClassVar[Mapping[str, Any]] = {**LARGE_STEPS, "fisher_weight": 2000.0}
 
     def __init__(self, setting: Setting, config: EATAConfig) -> None:
@@ -94,11 +94,6 @@ class EATA(AffineMethod):
         self.fisher: dict[str, Tensor] = {}  # F by parameter; empty before the source stage
         self.anchors: dict[str, Tensor] = {}  # θ⁰ by parameter
         self.mean: Tensor | None = None  # mean prediction of the images learned from; None: no image yet
-
-    def begin_stage(self) -> None:
-        """Creates optimiser and replay; resets the counts."""
-        super().begin_stage()
-        self._shown = self._learnt = 0
 
     def learn(self, inputs: Tensor) -> Tensor:
         """Returns logits of a batch by its own statistics, then takes one step on the selected images."""
@@ -109,7 +104,7 @@ class EATA(AffineMethod):
             if self.fisher and (weight := self.config.fisher_weight):
                 loss = loss + distance(affine_parameters(self.network), self.anchors, self.fisher, weight)
             self.minimise(loss)
-        self._shown, self._learnt = self._shown + len(inputs), self._learnt + count
+        self.count(len(inputs), count)
         return logits
 
     def finish_source(self, domain: LabelledDomain) -> dict[str, float]:
@@ -117,10 +112,6 @@ class EATA(AffineMethod):
         self.anchors = {name: p.detach().clone() for name, p in affine_parameters(self.network).items()}
         self.fisher = self.measure_fisher(domain.images)
         return super().finish_source(domain)
-
-    def finish_target(self, images: Tensor) -> dict[str, float]:
-        """Takes exemplars; records the share of images learned from."""
-        return {"learnt_from": self._learnt / max(self._shown, 1)} | super().finish_target(images)
 
     def measure_fisher(self, images: Tensor) -> dict[str, Tensor]:
         """Averages over batches the squared gradient of the cross-entropy with the network's own labels."""

@@ -12,9 +12,9 @@ images by cosine (section 3.2):
 
 * Source stage: Σ over the masks of all domains of the smoothed cross-entropy of masked embeddings + ρ·(mean of the
   masks). Masks of future targets are learned here too, so their number is fixed beforehand (``slots``).
-* Target stage, under its mask: agreement with the k nearest images − H(p̄). BatchNorm's γ and β of the feature
-  extractor, the bottleneck and the classifier learn; updates of a channel are multiplied by 1 − a, with a the largest
-  mask any other domain has on it.
+* Target stage, under its mask: agreement with the k nearest images − H(p̄). γ and β of the feature extractor's
+  normalisation layers, the bottleneck and the classifier learn; updates of a channel are multiplied by 1 − a, with a
+  the largest mask any other domain has on it.
 * After a stage: exemplars enter the memory with the model's predictions. All domains are predicted under the mask of
   the latest stage; :meth:`GSFDA.predict_for_domain` uses the mask of a known stage instead, and the journal and reports
   show what that would give.
@@ -32,7 +32,7 @@ Deviations from the published code:
   classifier's columns. It scales weight decay as well: a channel used elsewhere does not change. With
   ``network.bottleneck`` one, mask and 1 − a apply to linear layer and BatchNorm, as in the original; with
   ``network.weight_norm``, 1 − a applies to the directions of prototypes, not to their lengths, as in the original.
-* BatchNorm layers are selected by type (the original selects by name and misses some). Masks do not learn on
+* Normalisation layers are selected by type (the original selects by name and misses some). Masks do not learn on
   targets, where their gradient is close to zero.
 * Agreement is computed from logarithms, which are finite for any prediction.
 * The preset ``own-head`` has the head and the optimisers of the published code for several targets.

@@ -1,17 +1,18 @@
 """Tent — "Tent: Fully Test-Time Adaptation by Entropy Minimization", ICLR 2021.
 
 * Source stage: cross-entropy.
-* Target stage: one pass. Each batch is normalised by its own statistics and predicted; then one step on BatchNorm's
-  γ and β lowers the mean entropy of these predictions. Everything else is frozen; nothing is reset.
+* Target stage: one pass. Each batch is normalised by its own statistics and predicted; then one step on the γ and β of
+  normalisation layers lowers the mean entropy of these predictions. Everything else is frozen; nothing is reset.
 * Replay adds the cross-entropy of a memory batch, which has its own forward pass.
 
 Running statistics remain those of the source, so after adaptation the network is evaluated with the statistics of the
 batch (``eval_bn``), from the first target on.
 
-Deviations from the published code: all BatchNorm layers take part, selected by type (it selects only
-two-dimensional ones, so the bottleneck's would keep tracking the targets); dropout is off (its training mode turns it
-on, even for predictions); a batch of one image has no statistics, so it is predicted with running ones and not learned
-from. The comparison adds the memory (``replay``). Batches have the recipe's size (200 and 64 in the paper).
+Deviations from the published code: all normalisation layers take part, selected by type: BatchNorm, LayerNorm and
+GroupNorm (it selects only two-dimensional BatchNorm, so the bottleneck's would keep tracking the targets); dropout is
+off (its training mode turns it on, even for predictions); a batch of one image has no statistics, so it is predicted
+with running ones and not learned from. The comparison adds the memory (``replay``). Batches have the recipe's size (200
+and 64 in the paper).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ratp.methods.shared.online import LARGE_STEPS, AdaptationConfig, AffineMeth
 
 
 class Tent(AffineMethod):
-    """Lowers the entropy of its predictions by BatchNorm's γ and β."""
+    """Lowers the entropy of its predictions by the γ and β of normalisation layers."""
 
     name = "tent"
     title = "Tent: test-time entropy minimisation"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
+from ratp.errors import ConfigError, Note
 from ratp.functional.norm import affine_parameters, batch_norms, by_batch
 from ratp.functional.optim import Adam, SGDConfig, StageSGD
 from ratp.networks.network import Network
@@ -54,6 +57,10 @@ class AdaptationConfig:
     eval_bn: Statistics = switch("batch", "BatchNorm statistics in evaluations after adaptation: batch or running")
 
 
+class FewLayersWarning(Note):
+    """The feature extractor has no layer of the kind that a method adapts."""
+
+
 # Values for ResNet-50, by their names among a method's switches.
 LARGE_STEPS: Mapping[str, Any] = {"step.optimiser": "sgd", "step.rate": 2.5e-4}
 
@@ -69,12 +76,18 @@ def in_batches(order: Tensor, size: int, smallest: int | None = None) -> list[Te
 
 @torch.no_grad()
 def classify_by_batch(
-    network: Network, images: Tensor, scaling: Scaling, size: int, generator: torch.Generator
+    network: Network,
+    images: Tensor,
+    scaling: Scaling,
+    size: int,
+    generator: torch.Generator,
+    correct: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:
     """Returns logits of uint8 images; BatchNorm uses the statistics of batches of at least ``size`` images.
 
     Batches are drawn at random with the CPU ``generator``: images often come class by class, and a batch of one class
-    has untypical statistics. A single image has none; it is classified with the running statistics.
+    has untypical statistics. A single image has none; it is classified with the running statistics. ``correct`` changes
+    the logits of each batch.
     """
     check_images(images, network.image_size)
     if len(images) < 2:
@@ -84,7 +97,9 @@ def classify_by_batch(
     network.eval()
     try:
         with by_batch(network):
-            parts = [network(scaling(images[part.to(images.device)])).logits for part in in_batches(order, size)]
+            parts = [
+                correct(network(scaling(images[part.to(images.device)])).logits) for part in in_batches(order, size)
+            ]
     finally:
         network.train(was_training)
     logits = torch.cat(parts)
@@ -95,6 +110,13 @@ def logits_by_batch(network: Network, inputs: Tensor, batches: int = 1) -> Tenso
     """Returns logits of one or more concatenated batches, each normalised by its own statistics."""
     with by_batch(network, batches):
         return network(inputs).logits
+
+
+def augmented(
+    inputs: Tensor, view: Callable[[Tensor, torch.Generator], Tensor], scaling: Scaling, generator: torch.Generator
+) -> Tensor:
+    """Returns views of normalised images, normalised too; ``view`` takes and returns images in [0, 1]."""
+    return scaling.unit(view(scaling.invert(inputs).float() / 255, generator))
 
 
 @contextmanager
@@ -237,7 +259,8 @@ class BatchStatistics(OnlineNetwork):
     """An online method that normalises by the batch; its config has ``eval_bn``.
 
     Before the first target it is evaluated with running statistics, like any source model; afterwards as ``eval_bn``
-    says. A batch of one image has no statistics, so it is predicted with the running ones.
+    says. A batch of one image has no statistics, so it is predicted with the running ones. Only BatchNorm uses
+    statistics of a batch: of a network with a vision transformer, they affect the bottleneck alone.
     """
 
     smallest = 2
@@ -264,29 +287,144 @@ class BatchStatistics(OnlineNetwork):
 
     def predict(self, images: Tensor) -> Tensor:
         """Returns logits of uint8 images; with batch statistics they depend on which images come together."""
+        return self.predict_by(self.network, images)
+
+    def predict_by(self, network: Network, images: Tensor) -> Tensor:
+        """Predicts like :meth:`predict`, by one of the method's networks."""
         if not self.observed or self.config.eval_bn == "running":
-            return super().predict(images)
+            return classify(network, images, self.scaling)
         size = max(SMALLEST_BATCH, self.setting.recipe.batch)
-        return classify_by_batch(
-            self.network, images, self.scaling, size, self.setting.randomness.generator("evaluation")
-        )
+        generator = self.setting.randomness.generator("evaluation")
+        return classify_by_batch(network, images, self.scaling, size, generator, self.correct)
+
+    def correct(self, logits: Tensor) -> Tensor:
+        """Returns the logits of a batch as the method predicts them from those of the network."""
+        return logits
 
 
 class AffineMethod(BatchStatistics):
-    """Trains BatchNorm's γ and β on targets; its config is an :class:`AdaptationConfig`.
+    """Trains γ and β of normalisation layers on targets; its config is an :class:`AdaptationConfig`.
 
     The network is in evaluation mode, because dropout would make predictions random, but normalises by the batch.
     """
 
     saved = "_optimiser"
 
+    def __init__(self, setting: Setting, config: Any) -> None:
+        super().__init__(setting, config)
+        if not self.adapted():
+            left_out = bool(affine_parameters(self.network))
+            raise ConfigError(
+                f"{self.name} adapts scale and shift of normalisation layers (BatchNorm, LayerNorm, GroupNorm), and "
+                f"{self._backbone} has none{' below its last blocks' * left_out}: set network.backbone to another one, "
+                f"such as resnet18{', or freeze_top=false to adapt those above too' * left_out}."
+            )
+
+    @property
+    def _backbone(self) -> str:
+        return self.setting.recipe.network.backbone
+
+    def adapted(self) -> dict[str, nn.Parameter]:
+        """Returns what it trains on targets, by name."""
+        return affine_parameters(self.network)
+
+    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """Returns one phase of cross-entropy; says so first if nothing of the feature extractor will adapt."""
+        if not any(name.startswith("backbone.") for name in self.adapted()):
+            text = f"{self.name} adapts scale and shift of normalisation layers, and {self._backbone} has none"
+            warnings.warn(f"{text}: only those of the bottleneck will change", FewLayersWarning, stacklevel=2)
+        return super().source_phases(domain)
+
     def begin_stage(self) -> None:
         """Creates optimiser and replay."""
         super().begin_stage()
-        parameters = list(affine_parameters(self.network).values())
-        self._optimiser = self.config.step.steps_on(parameters) if parameters else None
+        self._trained = self.adapted()
+        self._restart_optimiser()
+
+    def _restart_optimiser(self) -> None:
+        parameters, nesterov = list(self._trained.values()), getattr(self.config, "nesterov", False)
+        self._optimiser = self.config.step.steps_on(parameters, nesterov=nesterov) if parameters else None
 
     def minimise(self, loss: Tensor) -> None:
         """Takes one step on a loss and that of a memory batch."""
         if self._optimiser is not None:
             self._optimiser.minimise(self.with_replay(loss, self.network))
+
+
+class SelectiveMethod(AffineMethod):
+    """Learns from some images of a batch only; counts them."""
+
+    saved = "_shown _learnt"
+
+    def begin_stage(self) -> None:
+        """Creates optimiser and replay; resets the counts."""
+        super().begin_stage()
+        self._shown = self._learnt = 0
+
+    def count(self, shown: int, learnt: int) -> None:
+        """Counts the images of a batch, and those among them that the method learns from."""
+        self._shown, self._learnt = self._shown + shown, self._learnt + learnt
+
+    def finish_target(self, images: Tensor) -> dict[str, float]:
+        """Takes exemplars; records the share of images learned from."""
+        return {"learnt_from": self._learnt / max(self._shown, 1)} | super().finish_target(images)
+
+
+class AnchoredMethod(SelectiveMethod):
+    """Keeps the source's values of what it trains, from the first target on."""
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        super().__init__(setting, config)
+        self.anchors: dict[str, Tensor] = {}  # by parameter; empty before the first target
+
+    def begin_stage(self) -> None:
+        """Creates optimiser and replay; on the first target, stores the source's values."""
+        super().begin_stage()
+        self.anchors = self.anchors or {name: p.detach().clone() for name, p in self._trained.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns network, memory and the source's values."""
+        return super().state() | pack({"anchors": self.anchors})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        super().load_state(state)
+        kept = unpack(state).get("anchors", {})
+        self.anchors = {name: tensor.to(self.setting.device) for name, tensor in kept.items()}
+
+
+def lower_affine_parameters(network: Network) -> dict[str, nn.Parameter]:
+    """Finds γ and β of normalisation layers, as :func:`affine_parameters`, below the last quarter of the blocks.
+
+    That quarter, at least one block, and all that follows are left out, the bottleneck included.
+    """
+    blocks = blocks_of(network.backbone)
+    first = f"backbone.{blocks[-max(1, len(blocks) // 4)]}." if blocks else "bottleneck."
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in affine_parameters(network).items():
+        if name.startswith(first):
+            break
+        found[name] = parameter
+    return found
+
+
+def blocks_of(backbone: nn.Module) -> list[str]:
+    """Names the blocks of a feature extractor, in their order; only what has normalisation layers counts.
+
+    They are numbered siblings (layer1 … layer4 of a ResNet) or the members of a list or sequence (a transformer's
+    blocks, DTN's layers): of all these groups, the one with most normalisation layers. Without any, they are the
+    single layers.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, child in backbone.named_children():
+        if (match := re.fullmatch(r"(\D+)\d+", name)) and affine_parameters(child):
+            groups.setdefault(match[1], []).append(name)
+    for path, module in backbone.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            members = (name for name, child in module.named_children() if affine_parameters(child))
+            groups[f"{path}."] = [f"{path}.{name}".lstrip(".") for name in members]
+    several = [names for names in groups.values() if len(names) > 1]
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in affine_parameters(backbone)))
+    return max(
+        several, key=lambda names: sum(len(affine_parameters(backbone.get_submodule(n))) for n in names), default=layers
+    )
