@@ -29,10 +29,9 @@ of its denominator it says nothing. ``pca.old_weight=0`` leaves them out of both
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from ratp.config import as_dict, switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import Note, RatpError
+from ratp.errors import RatpError
 from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
@@ -59,14 +58,13 @@ from ratp.functional.pseudo_labels import (
     prototype_learning,
     shot_labels,
     t2pl,
-    t2pl_seconds,
 )
-from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
-from ratp.networks.network import Network, Output
+from ratp.functional.randmix import RandMixConfig
+from ratp.methods.shared.domain_shift import DomainShiftMethod, Inputs, announce_if_slow, with_copies
+from ratp.networks.network import Output
 from ratp.training.memory import Batch, Selection
-from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
-from ratp.training.phases import NetworkMethod, NetworkPhase, embed_all, update_labels_
+from ratp.training.phases import NetworkPhase, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
@@ -74,14 +72,6 @@ Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
 # Switches that do not affect training on the source.
 TARGETS_ONLY = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
-
-
-# On a processor, T2PL of this many images takes long enough to say so.
-MANY = 50_000
-
-
-class SlowWarning(Note):
-    """Labelling the images of a domain takes long."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,7 @@ PAPER: Mapping[str, Any] = {
 }
 
 
-class RaTP(NetworkMethod):
+class RaTP(DomainShiftMethod):
     """Trains with RandMix, T2PL, PCA, distillation and an exemplar memory."""
 
     name = "ratp"
@@ -175,13 +165,6 @@ class RaTP(NetworkMethod):
         ("folders", "paper"): {"r_con": 0.5, "refresh": 1},
     }
 
-    def __init__(self, setting: Setting, config: RaTPConfig) -> None:
-        check_kernels(config.randmix, setting.image_size)
-        super().__init__(setting, config)
-        self.old: Network | None = None
-        self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
-        self.extras = {"randmix": self.randmix}
-
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase with true labels and RandMix copies of all images."""
         return [RaTPPhase(self, domain.images, domain.labels)]
@@ -202,34 +185,6 @@ class RaTP(NetworkMethod):
         if not self.uses_target_labels(self.config):
             return super().labelled_target_phases(domain)
         return [RaTPPhase(self, domain.images, None, target_labels=domain.labels)]
-
-    def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Returns three RandMix copies of the images."""
-        inputs = self.scaling(images)
-        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns network, old network, memory and the fixed layers of RandMix."""
-        return super().state() | (pack({"old": self.old.state_dict()}) if self.old is not None else {})
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what :meth:`state` returned."""
-        super().load_state(state)
-        parts = unpack(state)
-        self.old = None
-        if "old" in parts:
-            self.old = self.network.frozen_copy()
-            self.old.load_state_dict(parts["old"])
-
-
-class Inputs(NamedTuple):
-    """The input of one step: the images of a batch, followed by RandMix copies."""
-
-    images: Tensor  # shape (n, 3, height, width)
-    labels: Tensor  # shape (n,)
-    valid: Tensor | None = None  # which rows count, shape (n,); None: all
-    # which images of the batch have a copy; None: the step does not choose them by confidence
-    confident: Tensor | None = None
 
 
 class RaTPPhase(NetworkPhase):
@@ -309,10 +264,8 @@ class RaTPPhase(NetworkPhase):
 
     def _update_labels(self, *, first: bool) -> dict[str, float]:
         embedding, probabilities = embed_all(self.network, self._method.setting, self._images)
-        if first and self._config.labelling == "t2pl" and self._device.type == "cpu" and len(embedding) >= MANY:
-            seconds = t2pl_seconds(embedding, probabilities, self._config.t2pl)
-            text = f"T2PL of {len(embedding):,} images takes about {seconds:,.0f} s: it grows with their number squared"
-            warnings.warn(f"{text}. --set refresh=0 labels them once a stage", SlowWarning, stacklevel=2)
+        if first and self._config.labelling == "t2pl":
+            announce_if_slow(embedding, probabilities, self._config.t2pl)
         return update_labels_(self._labels, self._pseudo_labels(embedding, probabilities), probabilities, first=first)
 
     def _pseudo_labels(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
@@ -331,20 +284,10 @@ class RaTPPhase(NetworkPhase):
 
     def _augment(self, batch: Batch) -> Inputs:
         """Adds copies to a batch: of all images on the source, of the confident ones on a target."""
-        clean, labels = batch.images, batch.labels
         if not self._config.augment:
-            return Inputs(clean, labels)
-        if not self.is_target:
-            return Inputs(torch.cat([clean, self._copy(clean)]), torch.cat([labels, labels]))
-        if not self._static:
-            chosen = self._confident(batch)
-            images = torch.cat([clean, self._copy(clean, chosen)])
-            return Inputs(images, torch.cat([labels, labels[chosen]]), confident=chosen)
-        chosen, copies = at_once(self._device, lambda: self._confident(batch), lambda: self._copy(clean))
-        # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
-        copies = torch.where(chosen[:, None, None, None], copies, clean)
-        valid = torch.cat([torch.ones_like(chosen), chosen])
-        return Inputs(torch.cat([clean, copies]), torch.cat([labels, labels]), valid, chosen)
+            return Inputs(batch.images, batch.labels)
+        choose = (lambda: self._confident(batch)) if self.is_target else None
+        return with_copies(batch.images, batch.labels, self._copy, choose, static=self._static)
 
     def _copy(self, images: Tensor, rows: Tensor | None = None) -> Tensor:
         return self._method.randmix(images, self._augmentation, rows)
