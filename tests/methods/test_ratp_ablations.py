@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 
-import ratp.methods.ratp as module
 from helpers import all_finite, same_tensors, toy_method, toy_plan
 from ratp.errors import RatpError
 from ratp.methods.ratp import RaTPPhase

@@ -199,10 +199,12 @@ class Batches(Stateful):
         self._changes = setting.generator("transforms", stage)
         self.generators = self._places, self._changes
 
-    def draw(self, count: int) -> Batch:
-        """Draws a batch of ``count`` images."""
+    def draw(self, count: int, exemplars: int = 0) -> Batch:
+        """Draws a batch of ``count`` images, and ``exemplars`` more from the memory, at most as many as it holds."""
         own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
         place = self._place(own + stored, count)
+        if exemplars and stored:
+            place = torch.cat([place, own + self._place(stored, min(exemplars, stored))])
         index, replayed = place.clamp(max=own - 1), place >= own
         log_draw(place, own)
         images, labels = self.images[index], self.labels[index]

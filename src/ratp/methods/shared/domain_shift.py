@@ -83,6 +83,13 @@ class Inputs(NamedTuple):
     valid: Tensor | None = None
     confident: Tensor | None = None
 
+    def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Splits an output of the network into that of images and that of their copies; also returns which count."""
+        if self.confident is None:
+            return *rows.chunk(2), None
+        clean, copies = rows[: len(self.confident)], rows[len(self.confident) :]
+        return (clean[self.confident], copies, None) if self.valid is None else (clean, copies, self.confident)
+
 
 def with_copies(
     images: Tensor,
@@ -109,9 +116,7 @@ def with_copies(
         return Inputs(torch.cat([images, copy(images, None)]), torch.cat([labels, labels]))
     if not static:
         chosen = choose()
-        return Inputs(
-            torch.cat([images, copy(images, chosen)]), torch.cat([labels, labels[chosen]]), confident=chosen
-        )
+        return Inputs(torch.cat([images, copy(images, chosen)]), torch.cat([labels, labels[chosen]]), confident=chosen)
     chosen, copies = at_once(images.device, choose, lambda: copy(images, None))
     # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
     copies = torch.where(chosen[:, None, None, None], copies, images)

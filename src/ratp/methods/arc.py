@@ -1,0 +1,198 @@
+"""ARC — augment, replay, be consistent: a method of this package, not of a paper.
+
+ARC is RaTP (ICLR 2023) with three additions, each of which answers one of its metrics:
+
+* **Augment** every image differently, for accuracy before adaptation. RandMix mixes its branches with weights drawn
+  per image (``randmix.weights_per``). RaTP's published code draws them once for a batch, so that all copies of a batch
+  share their polarity, and one batch in twelve is saturated.
+* **Replay**, against forgetting. Exemplars, drawn uniformly from the memory, join every batch of a target: a quarter
+  of its size (``replay``), so 16 to a batch of 64. They get copies and are distilled as all other images are. RaTP
+  draws batches from target and memory together, which on digits is half an exemplar to a batch; ARC still does, and
+  adds these.
+* **Be consistent**, for accuracy on the target. A copy should be classified as its image is (``consistency.weight``),
+  whatever the label says; the prediction for the clean image is a constant here.
+
+The rest is RaTP's published code: network, T2PL labels, prototype contrastive alignment (PCA) on the rows of the
+classifier, distillation from the old model, memory, recipe, and the values for single streams. With z an embedding, x̃
+the copy of x, the rows w of the classifier W as prototypes, primes for the old model and sg for a constant:
+
+    CE           −log softmax_y(W z)
+    PCA          −log (e^{s·z·w_y} + m·e^{s·z·w′_y}) / (Σ_c e^{s·z·w_c} + m·Σ_c e^{s·z·w′_c} + Σ_{j: y_j≠y} e^{s·z·z_j})
+    distill      KL(softmax(W′ z′) ‖ softmax(W z))
+    consistency  KL(sg softmax(W z(x)) ‖ softmax(W z(x̃)))
+
+* Source stage: every image gets a copy with its label. Loss: CE + PCA + consistency.
+* Target stage: every few epochs T2PL labels all images of the target. Images that the model is confident about,
+  exemplars included, get a copy. Loss: CE + PCA + distillation + consistency, over images and copies; consistency over
+  pairs.
+* After a stage: exemplars enter the memory, and the model becomes the old model.
+
+With ``replay=0``, ``consistency.weight=0`` and ``randmix.weights_per=batch``, ARC trains as RaTP does, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ratp.config import as_dict, switch
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.losses import PCAConfig, cross_entropy, distillation, mean_over, prototype_contrastive
+from ratp.functional.norm import only_rows, supports_row_masks
+from ratp.functional.optim import SGDConfig
+from ratp.functional.pseudo_labels import T2PLConfig, t2pl
+from ratp.functional.randmix import RandMixConfig
+from ratp.methods.shared.domain_shift import DomainShiftMethod, Inputs, announce_if_slow, with_copies
+from ratp.networks.network import Output
+from ratp.training.phase import Phase
+from ratp.training.phases import NetworkPhase, embed_all, update_labels_
+from ratp.training.recipe import at_once
+from ratp.training.source_cache import SharedTraining
+
+# Switches that do not affect training on the source.
+TARGETS_ONLY = frozenset({"refresh", "r_con", "r_top", "r_knn", "replay", "distill"})
+
+
+@dataclass(frozen=True)
+class ConsistencyConfig:
+    """Switches of the consistency between an image and its copy."""
+
+    weight: float = switch(1.0, "weight of the loss; 0 leaves it out", minimum=0)
+
+
+@dataclass(frozen=True)
+class ARCConfig:
+    """All switches of ARC. Those that RaTP has, too, have the defaults of its published code, but for RandMix."""
+
+    sgd: SGDConfig = switch(SGDConfig(), "optimiser")
+    randmix: RandMixConfig = switch(RandMixConfig(weights_per="sample"), "augmentation")
+    replay: float = switch(
+        0.25, "exemplars added to every batch of a target, as a share of the batch", minimum=0, maximum=4
+    )
+    consistency: ConsistencyConfig = switch(ConsistencyConfig(), "consistency between images and copies")
+    refresh: int = switch(2, "epochs between label refreshes; 0: once a stage", minimum=0)
+    r_con: float = switch(0.8, "confidence above which a target image gets a copy", minimum=0, maximum=1)
+    r_top: int = switch(2, "T2PL: each class keeps N/(r_top·K) top samples", minimum=1)
+    r_knn: int = switch(20, "T2PL: N/(r_knn·K) neighbours vote", minimum=1)
+    pca: PCAConfig = switch(PCAConfig(), "alignment")
+    distill: float = switch(0.5, "weight of the distillation from the old model; 0 leaves it out", minimum=0)
+
+
+class ARC(DomainShiftMethod):
+    """Trains with RandMix per image, replay of exemplars, consistency, T2PL, PCA and distillation."""
+
+    name = "arc"
+    title = "ARC: augment, replay, be consistent"
+    family = "continual domain shift learning"
+    paper = "none; this package"
+    needs = "memory, many passes over a target"
+    config_type = ARCConfig
+    config: ARCConfig
+    stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {
+        ("pacs", "official"): {"r_con": 0.5, "refresh": 1, "pca.old_weight": 0.5},
+        ("domainnet10", "official"): {"refresh": 1, "r_top": 1, "r_knn": 10},
+        ("folders", "official"): {"r_con": 0.5, "refresh": 1, "pca.old_weight": 0.5},
+    }
+
+    def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
+        """Returns one phase with true labels and copies of all images."""
+        return [ARCPhase(self, domain.images, domain.labels)]
+
+    def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:
+        """Returns one phase with pseudo-labels, replay and distillation."""
+        return [ARCPhase(self, domain.images, None)]
+
+
+class ARCPhase(NetworkPhase):
+    """Trains ARC on one domain; a target has no ``labels``.
+
+    Where steps are captured, batches are static (:func:`ratp.methods.shared.domain_shift.with_copies`).
+    """
+
+    def __init__(self, method: ARC, images: Tensor, labels: Tensor | None) -> None:
+        setting, config = method.setting, method.config
+        super().__init__(method, images, labels)
+        self._method, self._config, self._device, self._old = method, config, setting.device, method.old
+        self._augmentation = setting.generator("randmix", method.stage)
+        self.generators = *self.generators, self._augmentation
+        self._replayed = round(config.replay * self.batch) if self.is_target else 0
+        can_mask = not self.is_target or supports_row_masks(self.network)
+        self._static = self.captures = self._device.type == "cuda" and can_mask
+        self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
+        if self._shared.is_done:
+            self.epochs = 0
+
+    def _describe(self) -> dict[str, Any]:
+        """Lists what the network trained on the source depends on, besides recipe, seed and source."""
+        switches = {n: value for n, value in as_dict(self._config).items() if n.split(".")[0] not in TARGETS_ONLY}
+        return {"kind": type(self).__qualname__, "images": len(self.batches.images), "switches": switches}
+
+    def begin_epoch(self, epoch: int) -> dict[str, float]:
+        """Sets the learning rate; labels the images of a target when due."""
+        record = super().begin_epoch(epoch)
+        refresh = self._config.refresh
+        if self.is_target and (epoch == 0 or (refresh > 0 and epoch % refresh == 0)):
+            record |= self._update_labels(first=epoch == 0)
+        return record
+
+    def _update_labels(self, *, first: bool) -> dict[str, float]:
+        embedding, probabilities = embed_all(self.network, self._method.setting, self.batches.images)
+        config = T2PLConfig(r_top=self._config.r_top, r_knn=self._config.r_knn)
+        if first:
+            announce_if_slow(embedding, probabilities, config)
+        labels = t2pl(embedding, probabilities, config).labels
+        return update_labels_(self.batches.labels, labels, probabilities, first=first)
+
+    def step(self) -> dict[str, Tensor]:
+        """Updates the network once, on a batch, exemplars and their copies."""
+        config = self._config
+        batch = self.batches.draw(self.batch, self._replayed)
+        choose = (lambda: self._confident(batch.images)) if self.is_target else None
+        inputs = with_copies(batch.images, batch.labels, self._copy, choose, static=self._static)
+        old, output = at_once(self._device, lambda: self._old_output(inputs), lambda: self._forward(inputs))
+        labels, valid = inputs.labels, inputs.valid
+        terms = {"ce": cross_entropy(output.logits, labels, valid)}
+        if config.pca.weight:
+            prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
+            losses = prototype_contrastive(output.embedding, labels, prototypes, olds, config.pca, valid)
+            terms["pca"] = config.pca.weight * mean_over(losses, valid)
+        if old is not None:
+            terms["distill"] = config.distill * distillation(output.logits, old.logits, valid)
+        if config.consistency.weight:
+            terms["consistency"] = config.consistency.weight * self._consistency(output.logits, inputs)
+        confident = {} if inputs.confident is None else {"confident": inputs.confident.float().mean()}
+        return self.minimise(terms) | confident
+
+    def _copy(self, images: Tensor, rows: Tensor | None) -> Tensor:
+        return self._method.randmix(images, self._augmentation, rows)
+
+    @torch.no_grad()
+    def _confident(self, images: Tensor) -> Tensor:
+        """Chooses the images of a target batch that get a copy."""
+        confidence = self.network.eval()(images).logits.softmax(dim=1).amax(dim=1)
+        return confidence > self._config.r_con
+
+    def _forward(self, inputs: Inputs) -> Output:
+        """Passes images and copies through the network as one batch."""
+        with only_rows(self.network.train(), inputs.valid):
+            return self.network(inputs.images)
+
+    @torch.no_grad()
+    def _old_output(self, inputs: Inputs) -> Output | None:
+        """Passes them through the old model; None: nothing is distilled."""
+        return None if self._old is None or not self._config.distill else self._old(inputs.images)
+
+    def _consistency(self, logits: Tensor, inputs: Inputs) -> Tensor:
+        """Compares the predictions for copies with those for their images, which are constants."""
+        images, copies, valid = inputs.pairs(logits)
+        return distillation(copies, images, valid)
+
+    def finish(self) -> dict[str, float]:
+        """Chooses exemplars and makes the trained model the old one."""
+        record = self._shared.finish() | super().finish()
+        self._method.old = self.network.frozen_copy()
+        return record

@@ -1,0 +1,400 @@
+"""ARC: RaTP without its additions, each addition alone, and all that a method must withstand."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_method, toy_plan
+from ratp.config import as_dict, switches
+from ratp.functional.norm import supports_row_masks
+from ratp.methods.arc import ARC, ARCConfig
+from ratp.methods.ratp import RaTP, RaTPConfig
+from ratp.methods.shared.domain_shift import Inputs
+from ratp.networks.backbones import ChannelDropout
+from ratp.runs.run import Run
+
+BATCH = TINY["batch"]
+OFF = {"replay": 0, "consistency.weight": 0, "randmix.weights_per": "batch"}
+WHITE = 255
+
+
+def build_method(domains=None, name="arc", **changes):
+    """A method on toy domains with some switches changed (``__`` for the dot), its source and its targets."""
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    method, source, targets = toy_method(toy_plan(name, domains=domains, changes=dotted))
+    return method, source, [target.unlabelled() for target in targets]
+
+
+def build_trained(domains=None, **changes):
+    """The same after its source stage."""
+    method, source, targets = build_method(domains, **changes)
+    method.fit_source(source)
+    return method, targets
+
+
+def start(method, domain):
+    """The phase on a domain, in its first epoch."""
+    (phase,) = method.source_phases(domain) if hasattr(domain, "labels") else method.target_phases(domain)
+    phase.begin()
+    phase.begin_epoch(0)
+    return phase
+
+
+def passes(network):
+    """A list that notes every batch the network sees: whether it was training, images and logits."""
+    seen = []
+    network.register_forward_hook(
+        lambda net, given, output: seen.append(
+            (net.training, given[0].detach().clone(), output.logits.detach().clone())
+        )
+    )
+    return seen
+
+
+class TestWithoutItsAdditions:
+    """ARC is RaTP's published code then."""
+
+    @pytest.mark.parametrize("more", [{}, {"r_con": 0.3, "memory": 0}, {"refresh": 1, "pca.old_weight": 0.5}], ids=str)
+    def test_it_trains_as_ratp_does_bit_for_bit(self, more):
+        states = []
+        for name, changes in (("ratp", {}), ("arc", OFF)):
+            sizes = {"r_con": 0.3, "epochs": 3, "steps": 4, "lr": 0.02}
+            method, source, targets = toy_method(toy_plan(name, changes={**sizes, **changes, **more}))
+            method.fit_source(source)
+            for target in targets:
+                method.adapt(target.unlabelled())
+            states.append(method.state())
+        assert same_tensors(*states)
+
+    def test_its_defaults_are_those_of_the_published_code_but_for_its_additions(self):
+        mine, its = as_dict(ARCConfig()), as_dict(RaTPConfig())
+        renamed = {"distill": "distill.weight", "r_top": "t2pl.r_top", "r_knn": "t2pl.r_knn"}
+        differing = {name for name, value in mine.items() if its.get(renamed.get(name, name)) != value}
+        assert differing == {"randmix.weights_per", "replay", "consistency.weight"}
+
+    def test_its_values_for_streams_are_those_of_ratp(self):
+        for (stream, preset), values in ARC.stream_values.items():
+            assert {f"t2pl.{n}" if n in ("r_top", "r_knn") else n: v for n, v in values.items()} == RaTP.stream_values[
+                stream, preset
+            ]
+        others = {key for key in RaTP.stream_values if key[1] == "official"}
+        assert ARC.stream_values.keys() == others
+
+
+class TestAugment:
+    def test_each_copy_of_a_batch_has_its_own_mixture(self, monkeypatch):
+        """The clean image's share differs from image to image."""
+        method, source, _ = build_method()
+        shapes = []
+        real = method.randmix.draw
+        monkeypatch.setattr(
+            method.randmix, "draw", lambda *given: (drawn := real(*given), shapes.append(len(drawn.weights)))[0]
+        )
+        start(method, source).step()
+        assert shapes == [BATCH]
+
+    @pytest.mark.parametrize(("r_con", "share"), [(1.0, 0), (0.0, 1)])
+    def test_the_threshold_decides_on_a_target(self, r_con, share):
+        method, (target, _) = build_trained(r_con=r_con, replay=0)
+        phase = start(method, target)
+        seen = passes(method.network)
+        assert phase.step()["confident"].item() == share
+        (judging, judged, _), (learning, learnt, _) = seen
+        assert (judging, learning) == (False, True)
+        assert len(learnt) == BATCH * (1 + share)
+        assert torch.equal(learnt[:BATCH], judged)
+
+
+class TestReplay:
+    @pytest.mark.parametrize(("share", "added"), [(0, 0), (0.25, 2), (0.5, 4), (1, 8), (4, 24)])
+    def test_exemplars_join_every_batch(self, share, added):
+        """At most as many as there are: 24 of 32."""
+        method, (target, _) = build_trained(replay=share, r_con=1.0)
+        assert len(method.memory) == 24
+        method.memory.images = torch.full_like(method.memory.images, WHITE)
+        phase = start(method, target)
+        phase.batches._memory = copy.copy(method.memory)
+        seen = passes(method.network)
+        for _ in range(3):
+            phase.step()
+        for training, images, _ in seen:
+            white = (images == 1).flatten(1).all(dim=1)
+            assert len(images) == BATCH + added
+            assert white[BATCH:].all()
+            assert training or not white[:BATCH].all()
+
+    def test_they_are_drawn_uniformly(self):
+        method, (target, _) = build_trained(replay=4.0, batch=6)
+        phase = start(method, target)
+        count, draws = len(method.memory), 600
+        keys = {image.numpy().tobytes(): k for k, image in enumerate(method.scaling(method.memory.images))}
+        assert len(keys) == count
+        found = torch.zeros(count)
+        for _ in range(draws):
+            batch = phase.batches.draw(6, 24)
+            assert batch.replayed[6:].all()
+            for image, label in zip(batch.images[6:], batch.labels[6:], strict=True):
+                k = keys[image.numpy().tobytes()]
+                assert label == method.memory.labels[k]
+                found[k] += 1
+        expected = draws * 24 / count
+        assert (found - expected).abs().max() < 5 * expected**0.5
+
+    def test_they_get_copies_and_are_distilled(self):
+        method, (target, _) = build_trained(replay=0.5, r_con=0.0)
+        seen, old = passes(method.network), passes(method.old)
+        start(method, target).step()
+        learnt, distilled = seen[-1][1], old[-1][1]
+        assert len(learnt) == 2 * (BATCH + 4)
+        assert torch.equal(learnt, distilled)
+
+    def test_the_source_has_none(self):
+        method, source, _ = build_method(replay=1.0)
+        method.fit_source(source)
+        seen = passes(method.network)
+        start(method, source).step()
+        assert [len(images) for _, images, _ in seen] == [2 * BATCH]
+
+    def test_no_more_draws_than_asked_for(self):
+        """Without exemplars, a batch is what it would be had the switch never existed."""
+        batches = []
+        for exemplars in ((), (0,)):
+            method, (target, _) = build_trained()
+            batches.append(start(method, target).batches.draw(BATCH, *exemplars))
+        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
+def softmax(logits):
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def kl(p, q):
+    return (p * (np.log(p) - np.log(q))).sum(axis=1)
+
+
+class TestConsistency:
+    @pytest.mark.parametrize("on", ["source", "target"])
+    def test_it_is_the_divergence_of_each_copy_from_its_image(self, on):
+        method, source, (target, _) = build_method(r_con=0.27, consistency__weight=3.0)
+        if on == "target":
+            method.fit_source(source)
+        phase = start(method, source if on == "source" else target)
+        seen = passes(method.network)
+        for _ in range(4):
+            found = phase.step()["consistency"].item()
+            logits = seen[-1][2].double().numpy()
+            chosen = np.arange(BATCH)
+            if on == "target":
+                chosen = np.flatnonzero(softmax(seen[-2][2].double().numpy()).max(axis=1) > 0.27)
+            count = len(logits) - len(chosen)
+            pairs = [
+                kl(softmax(logits[i : i + 1]), softmax(logits[count + k : count + k + 1])) for k, i in enumerate(chosen)
+            ]
+            assert found == pytest.approx(3 * np.mean(pairs) if pairs else 0, rel=1e-4, abs=1e-6)
+
+    def test_the_prediction_for_the_image_is_a_constant(self):
+        method, source, _ = build_method()
+        phase = start(method, source)
+        logits = torch.randn(2 * BATCH, 4, requires_grad=True)
+        clean, labels = torch.zeros(2 * BATCH, 3, 32, 32), torch.zeros(2 * BATCH, dtype=torch.int64)
+        phase._consistency(logits, Inputs(clean, labels)).backward()
+        assert (logits.grad[:BATCH] == 0).all()
+        assert (logits.grad[BATCH:] != 0).any()
+
+    def test_it_is_nothing_without_copies(self):
+        method, (target, _) = build_trained(r_con=1.0)
+        assert start(method, target).step()["consistency"].item() == 0
+
+    def test_a_weight_of_zero_leaves_it_out(self):
+        method, (target, _) = build_trained(consistency__weight=0)
+        assert start(method, target).step().keys() == {"total", "ce", "pca", "distill", "confident"}
+
+    def test_it_makes_copies_agree(self):
+        """Trained with it, predictions for copies are closer to those for their images."""
+        gaps = []
+        for weight in (0.0, 4.0):
+            changes = {"network__width": 0.2, "network__hidden": 32, "network__dim": 16, "epochs": 6, "steps": 10}
+            method, source, _ = build_method(**changes, batch=24, lr=0.03, consistency__weight=weight)
+            method.fit_source(source)
+            inputs = method.scaling(source.images)
+            chance = torch.Generator().manual_seed(3)
+            copies = torch.cat([method.randmix(inputs, chance) for _ in range(8)])
+            with torch.no_grad():
+                clean, copied = (method.network.eval()(x).logits.double().numpy() for x in (inputs, copies))
+            gaps.append(kl(np.tile(softmax(clean), (8, 1)), softmax(copied)).mean())
+        assert gaps[1] < 0.95 * gaps[0]
+
+
+class TestTerms:
+    def test_names(self):
+        method, source, (target, _) = build_method()
+        assert start(method, source).step().keys() == {"total", "ce", "pca", "consistency"}
+        method.fit_source(source)
+        step = start(method, target).step()
+        assert step.keys() == {"total", "ce", "pca", "distill", "consistency", "confident"}
+        terms = [value for name, value in step.items() if name not in ("total", "confident")]
+        torch.testing.assert_close(step["total"], torch.stack(terms).sum())
+
+    @pytest.mark.parametrize(
+        ("changes", "left_out"), [({"distill": 0}, "distill"), ({"pca__weight": 0}, "pca")], ids=["distill", "pca"]
+    )
+    def test_a_weight_of_zero_leaves_a_term_out(self, changes, left_out):
+        method, (target, _) = build_trained(**changes)
+        assert left_out not in start(method, target).step()
+
+    def test_every_parameter_trains(self):
+        method, (target, _) = build_trained()
+        before = [parameter.detach().clone() for parameter in method.network.parameters()]
+        phase = start(method, target)
+        phase.step()
+        phase.step()
+        for (name, parameter), old in zip(method.network.named_parameters(), before, strict=True):
+            assert not torch.equal(parameter, old), name
+
+    def test_it_learns_the_toy(self):
+        domains = [toy_domain("ink", 80), toy_domain("mud", 60)]
+        changes = {"network__width": 0.2, "network__hidden": 32, "network__dim": 16, "epochs": 4, "steps": 8}
+        method, (target,) = build_trained(domains, **changes, batch=24, lr=0.03)
+        method.adapt(target)
+        for domain in domains:
+            assert (method.predict(domain.images).argmax(dim=1) == domain.labels).float().mean() > 0.9
+
+
+class TestSmallStreams:
+    @pytest.mark.parametrize("changes", [{}, {"memory": 0}, {"epochs": 1, "steps": 1}, {"memory": 3}], ids=str)
+    def test_one_source_and_one_target(self, changes, tmp_path):
+        run = Run(toy_plan("arc", toy_domains(ink=40, mud=32), changes=changes), tmp_path / "run")
+        assert run.execute().matrix.complete
+        assert all_finite(run.method.state())
+
+    @pytest.mark.parametrize("count", [1, 2, BATCH - 1])
+    def test_a_target_smaller_than_a_batch(self, count, tmp_path):
+        run = Run(toy_plan("arc", toy_domains(ink=40, mud=count, fog=36)), tmp_path / "run")
+        assert run.execute().matrix.complete
+        assert all_finite(run.method.state())
+
+    def test_a_single_class(self):
+        domains = [toy_domain("ink", classes=(2,)), toy_domain("mud", classes=(2,))]
+        method, (target,) = build_trained(domains)
+        method.adapt(target)
+        assert all_finite(method.state())
+
+    def test_absent_classes_are_tolerated(self):
+        domains = [toy_domain("ink"), toy_domain("mud", classes=(0, 2, 3)), toy_domain("fog", classes=(1,))]
+        method, targets = build_trained(domains)
+        for target in targets:
+            method.adapt(target)
+        assert all_finite(method.state())
+
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+SWITCHES = [
+    {},
+    {"memory": 0},
+    {"replay": 0},
+    {"distill": 0},
+    {"pca.weight": 0},
+    {"consistency.weight": 0},
+    {"randmix.weights_per": "batch"},
+]
+
+
+class TestStatic:
+    """A captured step leaves out by a mask what a compact one never copies."""
+
+    @pytest.fixture(autouse=True)
+    def _double(self, monkeypatch):
+        """Everything in double precision: what is left are sums in another order."""
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+    @pytest.mark.parametrize("changes", SWITCHES, ids=str)
+    def test_both_ways_lead_to_the_same_numbers(self, changes):
+        ends = []
+        for static in (False, True):
+            sizes = {"batch": 12, "memory": 40, "lr": 0.02}
+            method, source, targets = toy_method(toy_plan("arc", changes={**sizes, **changes}))
+            for layer in method.network.modules():
+                if isinstance(layer, ChannelDropout):
+                    layer.probability = 0.0  # it draws by row
+            method.fit_source(source)
+            target = targets[0].unlabelled()
+            confidence = method.predict(target.images).softmax(dim=1).amax(dim=1)
+            object.__setattr__(method.config, "r_con", confidence.median().item())
+            (phase,) = method.target_phases(target)
+            phase._static = static
+            phase.begin()
+            phase.begin_epoch(0)
+            records = [phase.step() for _ in range(4)]
+            assert any(0 < record["confident"].item() < 1 for record in records)
+            ends.append((records, dict(method.network.state_dict())))
+        torch.testing.assert_close(*ends, **CLOSE)
+
+    def test_it_is_static_where_it_can_be(self):
+        method, source, (target, _) = build_method()
+        assert supports_row_masks(method.network)
+        method.fit_source(source)
+        for phase in (*method.source_phases(source), *method.target_phases(target)):
+            assert not phase.captures
+            assert len(phase.generators) == len(set(phase.generators)) == 4
+
+
+def other_values():
+    """Every switch with each of its other values; of a number, one or two that matter."""
+    numbers = {
+        "sgd.momentum": (0.9,),
+        "sgd.weight_decay": (0.0,),
+        "replay": (0.0, 1.0),
+        "consistency.weight": (0.0, 3.0),
+        "refresh": (0, 1),
+        "r_con": (1.0,),
+        "r_top": (1,),
+        "r_knn": (1,),
+        "randmix.kernel_sizes": ("3",),
+        "randmix.input_noise": (0.0,),
+        "pca.weight": (0.0, 2.0),
+        "pca.scale": (30.0,),
+        "pca.old_weight": (0.0,),
+        "distill": (0.0, 1.0),
+    }
+    for item in switches(ARCConfig()):
+        if item.kind == "true or false":
+            values = (not item.value,)
+        elif item.kind.startswith("one of "):
+            values = tuple(v for v in item.kind.removeprefix("one of ").split(", ") if v != str(item.value))
+        else:
+            values = numbers[item.name]
+        yield from ((item.name, value) for value in values)
+
+
+# Values that need not show on a few toy images.
+MAY_NOT_SHOW = {"randmix.safe_division", "r_top", "r_knn", "pca.form", "refresh", "sgd.nesterov"}
+
+
+def all_stages(**changes):
+    """The method after its source and both targets."""
+    method, targets = build_trained(epochs=3, steps=1, **changes)
+    for target in targets:
+        method.adapt(target)
+    return method
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return all_stages().state()
+
+
+@pytest.mark.parametrize(("name", "value"), list(other_values()))
+def test_every_switch_runs_and_matters(name, value, usual):
+    method = all_stages(**{name.replace(".", "__"): value})
+    assert as_dict(method.config)[name] != as_dict(ARCConfig())[name]
+    assert all_finite(method.state())
+    if name not in MAY_NOT_SHOW:
+        assert not same_tensors(method.state(), usual)
