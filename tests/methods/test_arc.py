@@ -47,11 +47,11 @@ def start(method, domain):
 def passes(network):
     """A list that notes every batch the network sees: whether it was training, images and logits."""
     seen = []
-    network.register_forward_hook(
-        lambda net, given, output: seen.append(
-            (net.training, given[0].detach().clone(), output.logits.detach().clone())
-        )
-    )
+
+    def note(net, given, output):
+        seen.append((net.training, given[0].detach().clone(), output.logits.detach().clone()))
+
+    network.register_forward_hook(note)
     return seen
 
 
@@ -72,7 +72,9 @@ class TestWithoutItsAdditions:
 
     def test_its_defaults_are_those_of_the_published_code_but_for_its_additions(self):
         mine, its = as_dict(ARCConfig()), as_dict(RaTPConfig())
-        renamed = {"distill": "distill.weight", "r_top": "t2pl.r_top", "r_knn": "t2pl.r_knn"}
+        renamed = {"distill": "distill.weight"} | {
+            n: f"t2pl.{n}" for n in ("r_top", "r_knn", "class_mix", "mix_smoothing")
+        }
         differing = {name for name, value in mine.items() if its.get(renamed.get(name, name)) != value}
         assert differing == {"randmix.weights_per", "replay", "consistency.weight"}
 
@@ -191,11 +193,9 @@ class TestConsistency:
             chosen = np.arange(BATCH)
             if on == "target":
                 chosen = np.flatnonzero(softmax(seen[-2][2].double().numpy()).max(axis=1) > 0.27)
-            count = len(logits) - len(chosen)
-            pairs = [
-                kl(softmax(logits[i : i + 1]), softmax(logits[count + k : count + k + 1])) for k, i in enumerate(chosen)
-            ]
-            assert found == pytest.approx(3 * np.mean(pairs) if pairs else 0, rel=1e-4, abs=1e-6)
+            copies = logits[len(logits) - len(chosen) :]
+            pairs = kl(softmax(logits[chosen]), softmax(copies)) if len(chosen) else [0]
+            assert found == pytest.approx(3 * np.mean(pairs), rel=1e-4, abs=1e-6)
 
     def test_the_prediction_for_the_image_is_a_constant(self):
         method, source, _ = build_method()
@@ -357,6 +357,7 @@ def other_values():
         "r_con": (1.0,),
         "r_top": (1,),
         "r_knn": (1,),
+        "mix_smoothing": (0.0,),
         "randmix.kernel_sizes": ("3",),
         "randmix.input_noise": (0.0,),
         "pca.weight": (0.0, 2.0),
@@ -375,7 +376,16 @@ def other_values():
 
 
 # Values that need not show on a few toy images.
-MAY_NOT_SHOW = {"randmix.safe_division", "r_top", "r_knn", "pca.form", "refresh", "sgd.nesterov"}
+MAY_NOT_SHOW = {
+    "class_mix",
+    "mix_smoothing",
+    "randmix.safe_division",
+    "r_top",
+    "r_knn",
+    "pca.form",
+    "refresh",
+    "sgd.nesterov",
+}
 
 
 def all_stages(**changes):

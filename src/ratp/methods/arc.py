@@ -41,12 +41,13 @@ from torch import Tensor
 
 from ratp.config import as_dict, switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.class_mix import Estimate
 from ratp.functional.losses import PCAConfig, cross_entropy, distillation, mean_over, prototype_contrastive
 from ratp.functional.norm import only_rows, supports_row_masks
 from ratp.functional.optim import SGDConfig
-from ratp.functional.pseudo_labels import T2PLConfig, t2pl
+from ratp.functional.pseudo_labels import CLASS_MIX, MIX_SMOOTHING, T2PLConfig, t2pl
 from ratp.functional.randmix import RandMixConfig
-from ratp.methods.shared.domain_shift import DomainShiftMethod, Inputs, announce_if_slow, with_copies
+from ratp.methods.shared.domain_shift import ClassMix, DomainShiftMethod, Inputs, announce_if_slow, with_copies
 from ratp.networks.network import Output
 from ratp.training.phase import Phase
 from ratp.training.phases import NetworkPhase, embed_all, update_labels_
@@ -54,7 +55,7 @@ from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
 # Switches that do not affect training on the source.
-TARGETS_ONLY = frozenset({"refresh", "r_con", "r_top", "r_knn", "replay", "distill"})
+TARGETS_ONLY = frozenset({"refresh", "r_con", "r_top", "r_knn", "class_mix", "mix_smoothing", "replay", "distill"})
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class ARCConfig:
     r_con: float = switch(0.8, "confidence above which a target image gets a copy", minimum=0, maximum=1)
     r_top: int = switch(2, "T2PL: each class keeps N/(r_top·K) top samples", minimum=1)
     r_knn: int = switch(20, "T2PL: N/(r_knn·K) neighbours vote", minimum=1)
+    class_mix: Estimate = switch("uniform", f"{CLASS_MIX}; for T2PL and exemplars")
+    mix_smoothing: float = switch(0.2, MIX_SMOOTHING, minimum=0, maximum=1)
     pca: PCAConfig = switch(PCAConfig(), "alignment")
     distill: float = switch(0.5, "weight of the distillation from the old model; 0 leaves it out", minimum=0)
 
@@ -113,12 +116,16 @@ class ARCPhase(NetworkPhase):
     Where steps are captured, batches are static (:func:`ratp.methods.shared.domain_shift.with_copies`).
     """
 
+    saved = "_mix"
+
     def __init__(self, method: ARC, images: Tensor, labels: Tensor | None) -> None:
         setting, config = method.setting, method.config
         super().__init__(method, images, labels)
         self._method, self._config, self._device, self._old = method, config, setting.device, method.old
         self._augmentation = setting.generator("randmix", method.stage)
-        self.generators = *self.generators, self._augmentation
+        self._class_mix = ClassMix(method, config.class_mix, config.mix_smoothing)
+        self._mix: Tensor | None = None  # the class proportions of a target; None: equal ones
+        self.generators = *self.generators, self._augmentation, *self._class_mix.generators
         self._replayed = round(config.replay * self.batch) if self.is_target else 0
         can_mask = not self.is_target or supports_row_masks(self.network)
         self._static = self.captures = self._device.type == "cuda" and can_mask
@@ -144,8 +151,10 @@ class ARCPhase(NetworkPhase):
         config = T2PLConfig(r_top=self._config.r_top, r_knn=self._config.r_knn)
         if first:
             announce_if_slow(embedding, probabilities, config)
-        labels = t2pl(embedding, probabilities, config).labels
-        return update_labels_(self.batches.labels, labels, probabilities, first=first)
+        self._mix = self._class_mix(probabilities)
+        labels = t2pl(embedding, probabilities, config, mix=self._mix).labels
+        extremes = {} if self._mix is None else {"mix_min": self._mix.min().item(), "mix_max": self._mix.max().item()}
+        return extremes | update_labels_(self.batches.labels, labels, probabilities, first=first)
 
     def step(self) -> dict[str, Tensor]:
         """Updates the network once, on a batch, exemplars and their copies."""
@@ -193,6 +202,7 @@ class ARCPhase(NetworkPhase):
 
     def finish(self) -> dict[str, float]:
         """Chooses exemplars and makes the trained model the old one."""
-        record = self._shared.finish() | super().finish()
+        record = self._shared.finish()
+        record |= self._method.remember(self.batches.images, self.batches.labels, mix=self._mix)
         self._method.old = self.network.frozen_copy()
         return record

@@ -23,6 +23,9 @@ without top samples keeps its soft centroid (the code divides by zero), and both
 drops those that the first one assigns to no image); no image enters the memory twice (the code repeats images of small
 classes); and images are drawn on the device.
 
+Beyond paper and code, ``t2pl.class_mix`` lets the sizes of T2PL's selections follow an estimate of the target's class
+proportions (:mod:`ratp.functional.class_mix`) instead of being equal.
+
 For one source and one target, the paper leaves out memory, distillation and, in PCA's numerator, the old prototypes;
 of its denominator it says nothing. ``pca.old_weight=0`` leaves them out of both.
 """
@@ -60,7 +63,7 @@ from ratp.functional.pseudo_labels import (
     t2pl,
 )
 from ratp.functional.randmix import RandMixConfig
-from ratp.methods.shared.domain_shift import DomainShiftMethod, Inputs, announce_if_slow, with_copies
+from ratp.methods.shared.domain_shift import ClassMix, DomainShiftMethod, Inputs, announce_if_slow, with_copies
 from ratp.networks.network import Output
 from ratp.training.memory import Batch, Selection
 from ratp.training.phase import Phase
@@ -208,7 +211,8 @@ class RaTPPhase(NetworkPhase):
         self._prototypes = torch.zeros(len(setting.classes), self.network.config.dim, device=self._device)
         self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=self._device)
         self._augmentation = setting.generator("randmix", method.stage)
-        self.generators = *self.generators, self._augmentation
+        self._class_mix = ClassMix(method, config.t2pl.class_mix, config.t2pl.mix_smoothing)
+        self.generators = *self.generators, self._augmentation, *self._class_mix.generators
         can_mask = not self.is_target or supports_row_masks(self.network)
         self._static = self.captures = self._device.type == "cuda" and can_mask
         self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
@@ -278,7 +282,7 @@ class RaTPPhase(NetworkPhase):
             return shot_labels(embedding, probabilities)
         if kind == "bmd":
             return bmd_labels(embedding, probabilities).labels
-        return t2pl(embedding, probabilities, self._config.t2pl).labels
+        return t2pl(embedding, probabilities, self._config.t2pl, mix=self._class_mix(probabilities)).labels
 
     # RandMix.
 

@@ -174,15 +174,17 @@ class NetworkMethod(Method):
         labels: Tensor,
         selection: Selection = "herding",
         chosen_by: Literal["backbone", "embedding"] = "backbone",
+        mix: Tensor | None = None,
     ) -> dict[str, float]:
         """Puts exemplars of one more domain into the memory, chosen by features of unit length.
 
-        ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels.
+        ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels; ``mix`` are its class
+        proportions, if exemplars should have them (:meth:`ratp.training.memory.Memory.add`).
         """
         network = self.network
         compute = network.features if chosen_by == "backbone" else lambda inputs: network(inputs).embedding
         (features,) = run_in_chunks(network, lambda inputs: (compute(inputs),), images, self.scaling)
-        self.memory.add(images, labels, F.normalize(features, dim=1), selection)
+        self.memory.add(images, labels, F.normalize(features, dim=1), selection, mix)
         return {"exemplars": float(len(self.memory))}
 
     def state(self) -> dict[str, Tensor]:

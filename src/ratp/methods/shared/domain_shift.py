@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ratp.errors import Note
+from ratp.functional.class_mix import Estimate, estimate_proportions
 from ratp.functional.pseudo_labels import T2PLConfig, t2pl_seconds
 from ratp.functional.randmix import RandMix, check_kernels
 from ratp.networks.network import Network
@@ -19,6 +20,8 @@ from ratp.training.recipe import at_once
 
 # On a processor, T2PL of this many images takes long enough to say so.
 MANY = 50_000
+# Copies of each exemplar on which predictions are calibrated.
+CALIBRATING = 4
 
 
 class SlowWarning(Note):
@@ -68,6 +71,42 @@ class DomainShiftMethod(NetworkMethod):
             self.old.load_state_dict(parts["old"])
 
 
+class ClassMix:
+    """Estimates how frequent each class is in a target, from the network's predictions alone.
+
+    They are calibrated on copies of the exemplars: copies look like a domain not seen yet, and have labels.
+
+    Args:
+        method: The method; its exemplars are those of earlier domains.
+        kind: How to estimate.
+        smoothing: How far the estimate moves towards equal proportions.
+    """
+
+    def __init__(self, method: DomainShiftMethod, kind: Estimate, smoothing: float) -> None:
+        self._method, self._kind, self._smoothing = method, kind, smoothing
+        self.generators = () if kind == "uniform" else (method.setting.generator("class mix", method.stage),)
+
+    def __call__(self, probabilities: Tensor) -> Tensor | None:
+        """Returns the class proportions of images with these predictions (n, k); None: take equal ones."""
+        memory = self._method.memory
+        if self._kind == "uniform" or not len(memory):
+            return None
+        known = self._predict_copies(memory.images)
+        logits = probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
+        return estimate_proportions(self._kind, logits, known, memory.labels.repeat(CALIBRATING), self._smoothing)
+
+    @torch.no_grad()
+    def _predict_copies(self, images: Tensor) -> Tensor:
+        """Returns the logits of several copies of uint8 images, one round after the other."""
+        method = self._method
+        network, training = method.network, method.network.training
+        parts = torch.split(images, method.setting.recipe.batch) * CALIBRATING
+        network.eval()
+        logits = [network(method.randmix(method.scaling(part), *self.generators)).logits for part in parts]
+        network.train(training)
+        return torch.cat(logits)
+
+
 class Inputs(NamedTuple):
     """The input of one step: the images of a batch, followed by copies of them.
 
@@ -86,7 +125,8 @@ class Inputs(NamedTuple):
     def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Splits an output of the network into that of images and that of their copies; also returns which count."""
         if self.confident is None:
-            return *rows.chunk(2), None
+            clean, copies = rows.chunk(2)
+            return clean, copies, None
         clean, copies = rows[: len(self.confident)], rows[len(self.confident) :]
         return (clean[self.confident], copies, None) if self.valid is None else (clean, copies, self.confident)
 
