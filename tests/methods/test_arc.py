@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+import ratp.methods.ratp as ratp_module
 from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy_method, toy_plan
 from ratp.config import as_dict, switches
+from ratp.functional.class_mix import allocate
 from ratp.functional.norm import supports_row_masks
 from ratp.methods.arc import ARC, ARCConfig
 from ratp.methods.ratp import RaTP, RaTPConfig
@@ -228,6 +230,59 @@ class TestConsistency:
                 clean, copied = (method.network.eval()(x).logits.double().numpy() for x in (inputs, copies))
             gaps.append(kl(np.tile(softmax(clean), (8, 1)), softmax(copied)).mean())
         assert gaps[1] < 0.95 * gaps[0]
+
+
+class TestClassMix:
+    """An estimate of how frequent each class is in a target."""
+
+    @pytest.mark.parametrize("kind", ["em", "confusion"])
+    def test_it_is_estimated_without_labels_and_exemplars_follow_it(self, kind):
+        """A target of 40, 10, 5 and 5 images, after a source of equal classes that was learnt well."""
+        classes = [0] * 40 + [1] * 10 + [2] * 5 + [3] * 5
+        domains = [toy_domain("ink", 80), toy_domain("mud", 60, classes=classes)]
+        sizes = {"network__width": 0.2, "network__hidden": 32, "network__dim": 16, "epochs": 4, "steps": 8}
+        learning = {"batch": 24, "lr": 0.03, "memory": 40, "r_con": 0.3, "mix_smoothing": 0}
+        method, (target,) = build_trained(domains, **sizes, **learning, class_mix=kind)
+        (phase,) = method.target_phases(target)
+        phase.begin()
+        record = phase.begin_epoch(0)
+        assert record["mix_min"] < 0.15 < 0.5 < record["mix_max"]
+        error = (phase._mix - torch.tensor([40, 10, 5, 5]) / 60).abs().sum()
+        assert error < {"em": 0.25, "confusion": 0.5}[kind]  # of equal proportions: 0.83
+        phase.step()
+        phase.finish()
+        memory = method.memory
+        kept = memory.labels[memory.domains == 1].bincount(minlength=4)
+        wanted = torch.tensor(allocate(20, phase._mix))
+        assert kept.equal(wanted.minimum(phase.batches.labels.bincount(minlength=4)))
+        assert memory.labels[memory.domains == 0].bincount(minlength=4).tolist() == [5] * 4
+
+    def test_without_it_sizes_are_equal_and_nothing_is_drawn(self):
+        method, (target, _) = build_trained()
+        phase = start(method, target)
+        assert phase._mix is None
+        assert len(phase.generators) == 4
+
+    @pytest.mark.parametrize("kind", ["em", "confusion"])
+    @pytest.mark.parametrize("changes", [{"memory": 0}, {"memory": 5}, {"t2pl": 1}], ids=["none", "few", "tiny"])
+    def test_few_exemplars_or_images_are_tolerated(self, kind, changes):
+        domains = [toy_domain("ink"), toy_domain("mud", 3 if "t2pl" in changes else 32)]
+        changes.pop("t2pl", None)
+        method, (target,) = build_trained(domains, class_mix=kind, **changes)
+        method.adapt(target)
+        assert all_finite(method.state())
+
+    @pytest.mark.parametrize("kind", ["em", "confusion"])
+    def test_ratp_has_it_for_its_labels(self, kind, monkeypatch):
+        method, source, (target, _) = build_method(name="ratp", t2pl__class_mix=kind)
+        method.fit_source(source)
+        mixes = []
+        real = ratp_module.t2pl
+        monkeypatch.setattr(ratp_module, "t2pl", lambda *given, mix: mixes.append(mix) or real(*given, mix=mix))
+        start(method, target)
+        (mix,) = mixes
+        assert mix.sum().item() == pytest.approx(1)
+        assert (mix >= 0.2 / 4 - 1e-9).all()
 
 
 class TestTerms:
