@@ -18,6 +18,7 @@ from ratp.methods.ratp import RaTP, RaTPConfig
 from ratp.methods.shared.domain_shift import Inputs
 from ratp.networks.backbones import ChannelDropout
 from ratp.runs.run import Run
+from read_back import ReadBack
 
 BATCH = TINY["batch"]
 OFF = {"replay": 0, "consistency.weight": 0, "randmix.weights_per": "batch"}
@@ -77,8 +78,19 @@ class TestWithoutItsAdditions:
         renamed = {"distill": "distill.weight"} | {
             n: f"t2pl.{n}" for n in ("r_top", "r_knn", "class_mix", "mix_smoothing")
         }
-        differing = {name for name, value in mine.items() if its.get(renamed.get(name, name)) != value}
-        assert differing == {"randmix.weights_per", "replay", "consistency.weight"}
+        shared = {name: value for name, value in mine.items() if renamed.get(name, name) in its}
+        assert {name for name, value in shared.items() if its[renamed.get(name, name)] != value} == {
+            "randmix.weights_per"
+        }
+        assert {name: value for name, value in mine.items() if name not in shared} == {
+            "replay": 0.25,
+            "consistency.weight": 1.0,
+            "consistency.kind": "kl",
+            "augmentation": "randmix",
+            "trust": 0.0,
+            "average_old": 0.0,
+            "statistics": "trained",
+        }
 
     def test_its_values_for_streams_are_those_of_ratp(self):
         for (stream, preset), values in ARC.stream_values.items():
@@ -285,6 +297,138 @@ class TestClassMix:
         assert (mix >= 0.2 / 4 - 1e-9).all()
 
 
+class TestThreeViews:
+    """Jensen-Shannon consistency."""
+
+    @pytest.mark.parametrize("on", ["source", "target"])
+    def test_each_image_has_two_copies_and_all_learn(self, on):
+        method, source, (target, _) = build_method(r_con=0.27, consistency__kind="js", consistency__weight=2.0)
+        if on == "target":
+            method.fit_source(source)
+        phase = start(method, source if on == "source" else target)
+        seen = passes(method.network)
+        for _ in range(4):
+            found = phase.step()["consistency"].item()
+            images, logits = seen[-1][1], seen[-1][2].double().numpy()
+            count = BATCH + (2 if on == "target" else 0)
+            chosen = np.arange(count)
+            if on == "target":
+                chosen = np.flatnonzero(softmax(seen[-2][2].double().numpy()).max(axis=1) > 0.27)
+            assert len(images) == count + 2 * len(chosen)
+            first, second = images[count : count + len(chosen)], images[count + len(chosen) :]
+            assert not len(chosen) or not torch.equal(first, second)
+            total = 0.0
+            for k, i in enumerate(chosen):
+                rows = (i, count + k, count + len(chosen) + k)
+                views = [softmax(logits[row : row + 1]) for row in rows]
+                total += sum(kl(view, sum(views) / 3)[0] for view in views) / 3
+            assert found == pytest.approx(2 * total / max(len(chosen), 1), rel=1e-4, abs=1e-6)
+
+    def test_the_prediction_for_the_image_learns_too(self):
+        method, source, _ = build_method(consistency__kind="js")
+        logits = torch.randn(3 * BATCH, 4, requires_grad=True)
+        clean, labels = torch.zeros(3 * BATCH, 3, 32, 32), torch.zeros(3 * BATCH, dtype=torch.int64)
+        start(method, source)._consistency(logits, Inputs(clean, labels, rounds=2)).backward()
+        assert (logits.grad != 0).any(dim=1).all()
+
+    def test_without_a_weight_there_is_one_copy(self):
+        method, source, _ = build_method(consistency__kind="js", consistency__weight=0)
+        seen = passes(method.network)
+        start(method, source).step()
+        assert [len(images) for _, images, _ in seen] == [2 * BATCH]
+
+
+class TestAugmentation:
+    def test_both_is_each_with_equal_chance(self):
+        method, source, _ = build_method(augmentation="both")
+        inputs = method.scaling(source.images[:1].expand(400, -1, -1, -1))
+        chance = torch.Generator().manual_seed(0)
+        copies = method.copy(inputs, chance)
+        # RandMix copies differ from image to image, those of Pro-RandConv do not
+        _, found = copies.flatten(1).round(decimals=4).unique(dim=0, return_counts=True)
+        assert 150 < found.max() < 250
+        assert (found == 1).sum() == 400 - found.max()
+
+    @pytest.mark.parametrize("kind", ["randmix", "prorandconv", "both"])
+    def test_rows_select_from_what_all_would_get(self, kind):
+        method, source, _ = build_method(augmentation=kind)
+        inputs, rows = method.scaling(source.images[:6]), torch.tensor([True, False, True, True, False, False])
+        every, some = (method.copy(inputs, torch.Generator().manual_seed(1), selected) for selected in (None, rows))
+        torch.testing.assert_close(some, every[rows])
+
+    def test_it_is_what_the_report_shows(self):
+        method, source, _ = build_method(augmentation="prorandconv")
+        shown = method.show(source.images[:5], torch.Generator().manual_seed(1))
+        assert [(t.shape, t.dtype) for t in shown.values()] == [((5, 3, 32, 32), torch.uint8)] * 3
+
+
+class TestAfterAStage:
+    def test_the_network_is_an_average_of_new_and_old(self):
+        ends = []
+        for share in (0.0, 0.3):
+            method, (target, _) = build_trained(average_old=share)
+            before = {name: tensor.clone() for name, tensor in method.network.state_dict().items()}
+            method.adapt(target)
+            ends.append(dict(method.network.state_dict()))
+            assert same_tensors(method.old.state_dict(), method.network.state_dict())
+        for name, new in ends[0].items():
+            expected = 0.7 * new + 0.3 * before[name] if new.is_floating_point() else new
+            torch.testing.assert_close(ends[1][name], expected)
+
+    def test_there_is_nothing_to_average_on_the_source(self):
+        plain, averaged = (build_trained(average_old=share)[0] for share in (0.0, 0.5))
+        assert same_tensors(plain.state(), averaged.state())
+
+    @pytest.mark.parametrize("memory", [24, 0])
+    def test_statistics_become_those_of_target_and_exemplars(self, memory):
+        """The first layer's: the mean of its input over half target, half memory."""
+        method, (target, _) = build_trained(statistics="reestimated", memory=memory, batch=32)
+        source_exemplars = method.memory.images
+        method.adapt(target)
+        means = [torch.zeros(0)]
+        with torch.no_grad():
+            layer = method.network.backbone[0]
+            for images in (target.images, source_exemplars):
+                means.append(layer(method.scaling(images)).mean(dim=(0, 2, 3)) if len(images) else means[-1])
+        found = method.network.backbone[1]
+        assert found.momentum == 0.1
+        torch.testing.assert_close(found.running_mean, (means[1] + means[2]) / 2, rtol=0.05, atol=0.02)
+
+    def test_statistics_alone_are_estimated_anew(self):
+        ends = []
+        for kind in ("trained", "reestimated"):
+            method, (target, _) = build_trained(statistics=kind)
+            method.adapt(target)
+            ends.append(method.network.state_dict())
+        differing = {name.rsplit(".")[-1] for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])}
+        assert differing == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+class TestTrust:
+    def test_only_trusted_labels_count_in_the_cross_entropy(self):
+        method, (target, _) = build_trained(trust=0.3, r_con=0.27)
+        phase = start(method, target)
+        seen = passes(method.network)
+        taken = []
+        real = phase.batches.draw
+        phase.batches.draw = lambda *given: taken.append(real(*given)) or taken[-1]
+        partly = 0
+        for _ in range(6):
+            found = phase.step()["ce"].item()
+            (_, _, judged), (_, _, logits) = seen[-2:]
+            labels = taken[-1].labels
+            labels = torch.cat([labels, labels[judged.softmax(dim=1).amax(dim=1) > 0.27]])
+            own = logits.double().softmax(dim=1)[torch.arange(len(labels)), labels]
+            trusted = own >= 0.3
+            partly += 0 < trusted.sum() < len(trusted)
+            assert found == pytest.approx(-own[trusted].log().mean().item() if trusted.any() else 0, rel=1e-4, abs=1e-6)
+        assert partly
+
+    def test_labels_of_the_source_are_always_trusted(self):
+        plain, strict = (build_trained(trust=share)[0] for share in (0.0, 0.9))
+        assert same_tensors(plain.state(), strict.state())
+
+
 class TestTerms:
     def test_names(self):
         method, source, (target, _) = build_method()
@@ -350,6 +494,10 @@ class TestSmallStreams:
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 SWITCHES = [
     {},
+    {"consistency.kind": "js"},
+    {"augmentation": "prorandconv"},
+    {"augmentation": "both", "consistency.kind": "js", "trust": 0.4},
+    {"trust": 0.5},
     {"memory": 0},
     {"replay": 0},
     {"distill": 0},
@@ -392,6 +540,22 @@ class TestStatic:
             ends.append((records, dict(method.network.state_dict())))
         torch.testing.assert_close(*ends, **CLOSE)
 
+    @pytest.mark.parametrize("changes", SWITCHES, ids=str)
+    @pytest.mark.parametrize("on", ["source", "target"])
+    def test_a_static_step_reads_nothing_back(self, changes, on):
+        """As a CUDA graph requires."""
+        method, source, targets = toy_method(toy_plan("arc", changes=changes))
+        if on == "target":
+            method.fit_source(source)
+        (phase,) = method.source_phases(source) if on == "source" else method.target_phases(targets[0].unlabelled())
+        phase._static = True
+        phase.begin()
+        phase.begin_epoch(0)
+        phase.step()
+        with ReadBack():
+            phase.step()
+        assert method.network.training
+
     def test_it_is_static_where_it_can_be(self):
         method, source, (target, _) = build_method()
         assert supports_row_masks(method.network)
@@ -413,6 +577,8 @@ def other_values():
         "r_top": (1,),
         "r_knn": (1,),
         "mix_smoothing": (0.0,),
+        "trust": (0.9,),
+        "average_old": (0.5,),
         "randmix.kernel_sizes": ("3",),
         "randmix.input_noise": (0.0,),
         "pca.weight": (0.0, 2.0),

@@ -27,6 +27,20 @@ the copy of x, the rows w of the classifier W as prototypes, primes for the old 
   pairs.
 * After a stage: exemplars enter the memory, and the model becomes the old model.
 
+These further ingredients are off until measurements speak for them:
+
+* ``class_mix``: the target's class proportions, estimated without labels (:mod:`ratp.functional.class_mix`), replace
+  equal ones in T2PL's selections and in the number of exemplars per class.
+* ``consistency.kind=js``: the Jensen-Shannon divergence of three views, the image and two copies, as in AugMix. Both
+  copies count in every loss, and all views learn from it.
+* ``augmentation``: copies by Pro-RandConv (:mod:`ratp.functional.prorandconv`), or by either with equal chance.
+* ``average_old``: after a target's stage, the network becomes the average of the new and the old one, as a whole:
+  (1 − a)·θ + a·θ′, BatchNorm's running statistics included.
+* ``statistics=reestimated``: these statistics are computed anew after a target's stage, over batches half of which are
+  target images and half exemplars, without copies.
+* ``trust``: images and copies whose pseudo-label has a lower probability are left out of the cross-entropy, as by
+  SelPL of NLNL (ICCV 2019), which averages the probability over epochs.
+
 With ``replay=0``, ``consistency.weight=0`` and ``randmix.weights_per=batch``, ARC trains as RaTP does, bit for bit.
 """
 
@@ -34,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,26 +56,39 @@ from torch import Tensor
 from ratp.config import as_dict, switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.functional.class_mix import Estimate
-from ratp.functional.losses import PCAConfig, cross_entropy, distillation, mean_over, prototype_contrastive
-from ratp.functional.norm import only_rows, supports_row_masks
-from ratp.functional.optim import SGDConfig
+from ratp.functional.losses import (
+    PCAConfig,
+    cross_entropy,
+    distillation,
+    jensen_shannon,
+    mean_over,
+    prototype_contrastive,
+)
+from ratp.functional.norm import only_rows, recounting, supports_row_masks
+from ratp.functional.optim import SGDConfig, follow_
+from ratp.functional.prorandconv import ProRandConv
 from ratp.functional.pseudo_labels import CLASS_MIX, MIX_SMOOTHING, T2PLConfig, t2pl
 from ratp.functional.randmix import RandMixConfig
 from ratp.methods.shared.domain_shift import ClassMix, DomainShiftMethod, Inputs, announce_if_slow, with_copies
-from ratp.networks.network import Output
+from ratp.networks.network import Network, Output
+from ratp.training.method import Setting
 from ratp.training.phase import Phase
 from ratp.training.phases import NetworkPhase, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
 # Switches that do not affect training on the source.
-TARGETS_ONLY = frozenset({"refresh", "r_con", "r_top", "r_knn", "class_mix", "mix_smoothing", "replay", "distill"})
+LABELLING = {"refresh", "r_con", "r_top", "r_knn", "class_mix", "mix_smoothing", "trust"}
+TARGETS_ONLY = LABELLING | {"replay", "distill", "average_old", "statistics"}
+# Batches over which BatchNorm's statistics are estimated anew.
+RECOUNTED = 50
 
 
 @dataclass(frozen=True)
 class ConsistencyConfig:
-    """Switches of the consistency between an image and its copy."""
+    """Switches of the consistency between an image and its copies."""
 
+    kind: Literal["kl", "js"] = switch("kl", "KL from the image to one copy, or Jensen-Shannon over it and two")
     weight: float = switch(1.0, "weight of the loss; 0 leaves it out", minimum=0)
 
 
@@ -71,6 +98,9 @@ class ARCConfig:
 
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     randmix: RandMixConfig = switch(RandMixConfig(weights_per="sample"), "augmentation")
+    augmentation: Literal["randmix", "prorandconv", "both"] = switch(
+        "randmix", "how copies are made: RandMix, Pro-RandConv, or each with equal chance"
+    )
     replay: float = switch(
         0.25, "exemplars added to every batch of a target, as a share of the batch", minimum=0, maximum=4
     )
@@ -82,7 +112,14 @@ class ARCConfig:
     class_mix: Estimate = switch("uniform", f"{CLASS_MIX}; for T2PL and exemplars")
     mix_smoothing: float = switch(0.2, MIX_SMOOTHING, minimum=0, maximum=1)
     pca: PCAConfig = switch(PCAConfig(), "alignment")
+    trust: float = switch(
+        0.0, "least probability of a pseudo-label that counts in the cross-entropy; 0: all do", minimum=0, below=1
+    )
     distill: float = switch(0.5, "weight of the distillation from the old model; 0 leaves it out", minimum=0)
+    average_old: float = switch(0.0, "share of the old network in the one that a stage ends with", minimum=0, below=1)
+    statistics: Literal["trained", "reestimated"] = switch(
+        "trained", "BatchNorm's after a stage: as trained, or estimated anew over target and exemplars"
+    )
 
 
 class ARC(DomainShiftMethod):
@@ -100,6 +137,27 @@ class ARC(DomainShiftMethod):
         ("domainnet10", "official"): {"refresh": 1, "r_top": 1, "r_knn": 10},
         ("folders", "official"): {"r_con": 0.5, "refresh": 1, "pca.old_weight": 0.5},
     }
+
+    def __init__(self, setting: Setting, config: ARCConfig) -> None:
+        super().__init__(setting, config)
+        self._prorandconv = ProRandConv(self.scaling.mean, self.scaling.std)
+
+    def copy(self, images: Tensor, generator: torch.Generator, rows: Tensor | None = None) -> Tensor:
+        """Returns a copy of each normalised image, or of those that ``rows`` selects, by the switch augmentation."""
+        kind = self.config.augmentation
+        if kind == "prorandconv":
+            return self._prorandconv(images, generator, rows)
+        mixed = self.randmix(images, generator, rows)
+        if kind == "randmix":
+            return mixed
+        first = torch.rand(len(images), generator=generator, device=generator.device) < 0.5
+        first = first if rows is None else first[rows]
+        return torch.where(first[:, None, None, None], mixed, self._prorandconv(images, generator, rows))
+
+    def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Returns three copies of the images."""
+        inputs = self.scaling(images)
+        return {f"copy {i}": self.scaling.invert(self.copy(inputs, generator)) for i in (1, 2, 3)}
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase with true labels and copies of all images."""
@@ -161,10 +219,11 @@ class ARCPhase(NetworkPhase):
         config = self._config
         batch = self.batches.draw(self.batch, self._replayed)
         choose = (lambda: self._confident(batch.images)) if self.is_target else None
-        inputs = with_copies(batch.images, batch.labels, self._copy, choose, static=self._static)
+        rounds = 2 if config.consistency.weight and config.consistency.kind == "js" else 1
+        inputs = with_copies(batch.images, batch.labels, self._copy, choose, static=self._static, rounds=rounds)
         old, output = at_once(self._device, lambda: self._old_output(inputs), lambda: self._forward(inputs))
         labels, valid = inputs.labels, inputs.valid
-        terms = {"ce": cross_entropy(output.logits, labels, valid)}
+        terms = {"ce": cross_entropy(output.logits, labels, self._trusted(output.logits, inputs))}
         if config.pca.weight:
             prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
             losses = prototype_contrastive(output.embedding, labels, prototypes, olds, config.pca, valid)
@@ -177,7 +236,7 @@ class ARCPhase(NetworkPhase):
         return self.minimise(terms) | confident
 
     def _copy(self, images: Tensor, rows: Tensor | None) -> Tensor:
-        return self._method.randmix(images, self._augmentation, rows)
+        return self._method.copy(images, self._augmentation, rows)
 
     @torch.no_grad()
     def _confident(self, images: Tensor) -> Tensor:
@@ -196,13 +255,47 @@ class ARCPhase(NetworkPhase):
         return None if self._old is None or not self._config.distill else self._old(inputs.images)
 
     def _consistency(self, logits: Tensor, inputs: Inputs) -> Tensor:
-        """Compares the predictions for copies with those for their images, which are constants."""
-        images, copies, valid = inputs.pairs(logits)
-        return distillation(copies, images, valid)
+        """Compares the predictions for images and their copies; those for images are constants, but for JS."""
+        views, valid = inputs.views(logits)
+        if self._config.consistency.kind == "js":
+            return jensen_shannon(views, valid)
+        image, copy = views
+        return distillation(copy, image, valid)
+
+    def _trusted(self, logits: Tensor, inputs: Inputs) -> Tensor | None:
+        """Returns which rows count in the cross-entropy; None: all."""
+        if not self.is_target or not self._config.trust:
+            return inputs.valid
+        trusted = logits.detach().softmax(dim=1).gather(1, inputs.labels[:, None])[:, 0] >= self._config.trust
+        return trusted if inputs.valid is None else trusted & inputs.valid
 
     def finish(self) -> dict[str, float]:
-        """Chooses exemplars and makes the trained model the old one."""
+        """Finishes the network, chooses exemplars and makes the network the old one."""
         record = self._shared.finish()
+        if self._old is not None and self._config.average_old:
+            new, old = (_numbers(network) for network in (self.network, self._old))
+            follow_(new, old, 1 - self._config.average_old)
+        if self.is_target and self._config.statistics == "reestimated":
+            self._reestimate_statistics()
         record |= self._method.remember(self.batches.images, self.batches.labels, mix=self._mix)
         self._method.old = self.network.frozen_copy()
         return record
+
+    @torch.no_grad()
+    def _reestimate_statistics(self) -> None:
+        """Computes BatchNorm's running statistics over batches of target images and exemplars, half of each."""
+        generator = self._method.setting.generator("statistics", self._method.stage)
+        sets = [self.batches.images, self.memory.images] if len(self.memory) else [self.batches.images]
+        each = -(-self.batch // len(sets))
+        with recounting(self.network):
+            for _ in range(RECOUNTED):
+                places = [
+                    torch.randint(len(images), (each,), generator=generator, device=self._device) for images in sets
+                ]
+                parts = [images[place] for images, place in zip(sets, places, strict=True)]
+                self.network(self._method.scaling(torch.cat(parts)))
+
+
+def _numbers(network: Network) -> list[Tensor]:
+    """Returns all parameters and statistics of a network, but no counters."""
+    return [tensor for tensor in network.state_dict().values() if tensor.is_floating_point()]

@@ -108,27 +108,29 @@ class ClassMix:
 
 
 class Inputs(NamedTuple):
-    """The input of one step: the images of a batch, followed by copies of them.
+    """The input of one step: the images of a batch, followed by copies of them, one round after the other.
 
     Attributes:
         images: Shape (n, 3, height, width).
         labels: Shape (n,).
         valid: Which rows count, shape (n,); None: all.
         confident: Which images of the batch have copies; None: the step does not choose them.
+        rounds: How many copies these have.
     """
 
     images: Tensor
     labels: Tensor
     valid: Tensor | None = None
     confident: Tensor | None = None
+    rounds: int = 1
 
-    def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Splits an output of the network into that of images and that of their copies; also returns which count."""
+    def views(self, rows: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Splits an output of the network into that of images and those of their copies; also returns which count."""
         if self.confident is None:
-            clean, copies = rows.chunk(2)
-            return clean, copies, None
+            return list(rows.chunk(1 + self.rounds)), None
         clean, copies = rows[: len(self.confident)], rows[len(self.confident) :]
-        return (clean[self.confident], copies, None) if self.valid is None else (clean, copies, self.confident)
+        clean = clean if self.valid is not None else clean[self.confident]
+        return [clean, *torch.split(copies, [len(clean)] * self.rounds)], None if self.valid is None else self.confident
 
 
 def with_copies(
@@ -138,8 +140,9 @@ def with_copies(
     choose: Callable[[], Tensor] | None = None,
     *,
     static: bool = False,
+    rounds: int = 1,
 ) -> Inputs:
-    """Adds a copy of each image, or of the chosen ones, to a batch; a copy has the label of its image.
+    """Adds copies of each image, or of the chosen ones, to a batch; a copy has the label of its image.
 
     How many images are chosen depends on the data. A *compact* batch holds copies of these only. A *static* one holds
     copies of all, and a mask leaves the others out: more work for the same result, but its shapes never change, so
@@ -151,14 +154,16 @@ def with_copies(
         copy: Copies images, of these only the rows that its second argument selects; None: all.
         choose: Returns which images get a copy, bool of shape (n,); None: all do.
         static: Whether shapes must not depend on the choice.
+        rounds: Copies of each.
     """
-    if choose is None:
-        return Inputs(torch.cat([images, copy(images, None)]), torch.cat([labels, labels]))
-    if not static:
-        chosen = choose()
-        return Inputs(torch.cat([images, copy(images, chosen)]), torch.cat([labels, labels[chosen]]), confident=chosen)
-    chosen, copies = at_once(images.device, choose, lambda: copy(images, None))
-    # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
-    copies = torch.where(chosen[:, None, None, None], copies, images)
-    valid = torch.cat([torch.ones_like(chosen), chosen])
-    return Inputs(torch.cat([images, copies]), torch.cat([labels, labels]), valid, chosen)
+    chosen = valid = None
+    if choose is not None and static:
+        chosen, copies = at_once(images.device, choose, lambda: [copy(images, None) for _ in range(rounds)])
+        # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
+        copies = [torch.where(chosen[:, None, None, None], part, images) for part in copies]
+        valid = torch.cat([torch.ones_like(chosen), *[chosen] * rounds])
+    else:
+        chosen = None if choose is None else choose()
+        copies = [copy(images, chosen) for _ in range(rounds)]
+    copied = labels if chosen is None or static else labels[chosen]
+    return Inputs(torch.cat([images, *copies]), torch.cat([labels, *[copied] * rounds]), valid, chosen, rounds)
