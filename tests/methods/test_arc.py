@@ -13,9 +13,9 @@ from helpers import TINY, all_finite, same_tensors, toy_domain, toy_domains, toy
 from ratp.config import as_dict, switches
 from ratp.functional.class_mix import allocate
 from ratp.functional.norm import supports_row_masks
+from ratp.functional.randmix import Inputs
 from ratp.methods.arc import ARC, ARCConfig
 from ratp.methods.ratp import RaTP, RaTPConfig
-from ratp.methods.shared.domain_shift import Inputs
 from ratp.networks.backbones import ChannelDropout
 from ratp.runs.run import Run
 from read_back import ReadBack

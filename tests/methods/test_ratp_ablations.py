@@ -9,9 +9,9 @@ import torch
 
 from helpers import all_finite, same_tensors, toy_method, toy_plan
 from ratp.errors import RatpError
+from ratp.functional import pseudo_labels
+from ratp.functional.pseudo_labels import SlowWarning
 from ratp.methods.ratp import RaTPPhase
-from ratp.methods.shared import domain_shift
-from ratp.methods.shared.domain_shift import SlowWarning
 
 SEPARATED = torch.eye(4).repeat_interleave(6, dim=0) + 0.01
 TRUTH = torch.arange(4).repeat_interleave(6)
@@ -112,7 +112,7 @@ def test_labels_of_many_images_are_announced(monkeypatch):
     changes = {"epochs": 1, "steps": 1}
     unannounced, announced = target_phase(**changes), target_phase(**changes)
     unannounced.begin_epoch(0)
-    monkeypatch.setattr(domain_shift, "MANY", 10)
+    monkeypatch.setattr(pseudo_labels, "MANY", 10)
     with pytest.warns(SlowWarning, match=r"T2PL of 3\d images takes about 0 s: .* --set refresh=0") as said:
         announced.begin_epoch(0)
     assert len(said) == 1

@@ -26,6 +26,7 @@ VARIANTS = [
     ("ratp", {"memory.replay": "separate", "sgd.schedule": "per-step"}),
     ("ratp", {"t2pl.class_mix": "em"}),
     ("arc", {"class_mix": "em", "refresh": 1, "memory": 40}),
+    ("arc", {"consistency.kind": "js", "augmentation": "both", "average_old": 0.3, "statistics": "reestimated"}),
     ("shot", {**COPIES, "sgd.momentum": 0.9}),
     ("shot", {**OWN_HEAD, "source_sgd.momentum": 0.9}),
     ("shot+", {"gamma": 0}),

@@ -6,6 +6,7 @@ All of them compute in full single precision, regardless of the settings of the 
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
+from ratp.errors import Note
 from ratp.functional.class_mix import Estimate
 from ratp.functional.numerics import full_precision, in_chunks, kmeans
 
@@ -242,11 +244,26 @@ def t2pl(
         return _t2pl(features, probabilities, config, chunk, mix)
 
 
-def t2pl_seconds(features: Tensor, probabilities: Tensor, config: T2PLConfig) -> float:
-    """Estimates how long :func:`t2pl` takes from a fifth of the samples: its time grows with the square."""
+# On a processor, T2PL of this many images takes long enough to say so.
+MANY = 50_000
+
+
+class SlowWarning(Note):
+    """Labelling the images of a domain takes long."""
+
+
+def announce_if_slow(features: Tensor, probabilities: Tensor, config: T2PLConfig) -> None:
+    """Warns if :func:`t2pl` will take long on a processor, and says how long.
+
+    That is estimated from a fifth of the samples, because the time grows with the square of their number.
+    """
+    if features.device.type != "cpu" or len(features) < MANY:
+        return
     started = time.perf_counter()
     t2pl(features[::5], probabilities[::5], config)
-    return 25 * (time.perf_counter() - started)
+    seconds = 25 * (time.perf_counter() - started)
+    text = f"T2PL of {len(features):,} images takes about {seconds:,.0f} s: it grows with their number squared"
+    warnings.warn(f"{text}. --set refresh=0 labels them once a stage", SlowWarning, stacklevel=3)
 
 
 def _t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int, mix: Tensor | None) -> PseudoLabels:

@@ -67,13 +67,13 @@ from ratp.functional.losses import (
 from ratp.functional.norm import only_rows, recounting, supports_row_masks
 from ratp.functional.optim import SGDConfig, follow_
 from ratp.functional.prorandconv import ProRandConv
-from ratp.functional.pseudo_labels import CLASS_MIX, MIX_SMOOTHING, T2PLConfig, t2pl
-from ratp.functional.randmix import RandMixConfig
-from ratp.methods.shared.domain_shift import ClassMix, DomainShiftMethod, Inputs, announce_if_slow, with_copies
+from ratp.functional.pseudo_labels import CLASS_MIX, MIX_SMOOTHING, T2PLConfig, announce_if_slow, t2pl
+from ratp.functional.randmix import Inputs, RandMix, RandMixConfig, check_kernels, with_copies
+from ratp.methods.shared.class_mix import ClassMix
 from ratp.networks.network import Network, Output
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import NetworkPhase, embed_all, update_labels_
+from ratp.training.phases import NetworkPhase, OldModelMethod, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
@@ -122,7 +122,7 @@ class ARCConfig:
     )
 
 
-class ARC(DomainShiftMethod):
+class ARC(OldModelMethod):
     """Trains with RandMix per image, replay of exemplars, consistency, T2PL, PCA and distillation."""
 
     name = "arc"
@@ -139,7 +139,10 @@ class ARC(DomainShiftMethod):
     }
 
     def __init__(self, setting: Setting, config: ARCConfig) -> None:
+        check_kernels(config.randmix, setting.image_size)
         super().__init__(setting, config)
+        self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
+        self.extras = {"randmix": self.randmix}
         self._prorandconv = ProRandConv(self.scaling.mean, self.scaling.std)
 
     def copy(self, images: Tensor, generator: torch.Generator, rows: Tensor | None = None) -> Tensor:
@@ -171,7 +174,7 @@ class ARC(DomainShiftMethod):
 class ARCPhase(NetworkPhase):
     """Trains ARC on one domain; a target has no ``labels``.
 
-    Where steps are captured, batches are static (:func:`ratp.methods.shared.domain_shift.with_copies`).
+    Where steps are captured, batches are static (:func:`ratp.functional.randmix.with_copies`).
     """
 
     saved = "_mix"
@@ -181,9 +184,12 @@ class ARCPhase(NetworkPhase):
         super().__init__(method, images, labels)
         self._method, self._config, self._device, self._old = method, config, setting.device, method.old
         self._augmentation = setting.generator("randmix", method.stage)
-        self._class_mix = ClassMix(method, config.class_mix, config.mix_smoothing)
+        self.generators = *self.generators, self._augmentation
+        self._class_mix: ClassMix | None = None
         self._mix: Tensor | None = None  # the class proportions of a target; None: equal ones
-        self.generators = *self.generators, self._augmentation, *self._class_mix.generators
+        if config.class_mix != "uniform" and self.is_target:
+            self._class_mix = ClassMix(method, method.randmix, config.class_mix, config.mix_smoothing)
+            self.generators = *self.generators, self._class_mix.generator
         self._replayed = round(config.replay * self.batch) if self.is_target else 0
         can_mask = not self.is_target or supports_row_masks(self.network)
         self._static = self.captures = self._device.type == "cuda" and can_mask
@@ -209,7 +215,7 @@ class ARCPhase(NetworkPhase):
         config = T2PLConfig(r_top=self._config.r_top, r_knn=self._config.r_knn)
         if first:
             announce_if_slow(embedding, probabilities, config)
-        self._mix = self._class_mix(probabilities)
+        self._mix = self._class_mix.estimate(probabilities) if self._class_mix else None
         labels = t2pl(embedding, probabilities, config, mix=self._mix).labels
         extremes = {} if self._mix is None else {"mix_min": self._mix.min().item(), "mix_max": self._mix.max().item()}
         return extremes | update_labels_(self.batches.labels, labels, probabilities, first=first)
@@ -218,9 +224,7 @@ class ARCPhase(NetworkPhase):
         """Updates the network once, on a batch, exemplars and their copies."""
         config = self._config
         batch = self.batches.draw(self.batch, self._replayed)
-        choose = (lambda: self._confident(batch.images)) if self.is_target else None
-        rounds = 2 if config.consistency.weight and config.consistency.kind == "js" else 1
-        inputs = with_copies(batch.images, batch.labels, self._copy, choose, static=self._static, rounds=rounds)
+        inputs = self._augment(batch.images, batch.labels)
         old, output = at_once(self._device, lambda: self._old_output(inputs), lambda: self._forward(inputs))
         labels, valid = inputs.labels, inputs.valid
         terms = {"ce": cross_entropy(output.logits, labels, self._trusted(output.logits, inputs))}
@@ -235,8 +239,21 @@ class ARCPhase(NetworkPhase):
         confident = {} if inputs.confident is None else {"confident": inputs.confident.float().mean()}
         return self.minimise(terms) | confident
 
-    def _copy(self, images: Tensor, rows: Tensor | None) -> Tensor:
-        return self._method.copy(images, self._augmentation, rows)
+    def _augment(self, images: Tensor, labels: Tensor) -> Inputs:
+        """Adds copies to a batch: of all images on the source, of the confident ones on a target."""
+        if not self.is_target:
+            return with_copies(images, labels, self._copies(images))
+        if self._static:
+            chosen, copies = at_once(self._device, lambda: self._confident(images), lambda: self._copies(images))
+            return with_copies(images, labels, copies, chosen, static=True)
+        chosen = self._confident(images)
+        return with_copies(images, labels, self._copies(images, chosen), chosen)
+
+    def _copies(self, images: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+        """Copies images, or the rows selected, as often as the consistency needs."""
+        consistency = self._config.consistency
+        rounds = 2 if consistency.weight and consistency.kind == "js" else 1
+        return [self._method.copy(images, self._augmentation, rows) for _ in range(rounds)]
 
     @torch.no_grad()
     def _confident(self, images: Tensor) -> Tensor:

@@ -56,18 +56,20 @@ from ratp.functional.norm import only_rows, supports_row_masks
 from ratp.functional.optim import SGDConfig
 from ratp.functional.pseudo_labels import (
     T2PLConfig,
+    announce_if_slow,
     bmd_labels,
     domain_average,
     prototype_learning,
     shot_labels,
     t2pl,
 )
-from ratp.functional.randmix import RandMixConfig
-from ratp.methods.shared.domain_shift import ClassMix, DomainShiftMethod, Inputs, announce_if_slow, with_copies
+from ratp.functional.randmix import Inputs, RandMix, RandMixConfig, check_kernels, with_copies
+from ratp.methods.shared.class_mix import ClassMix
 from ratp.networks.network import Output
 from ratp.training.memory import Batch, Selection
+from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import NetworkPhase, embed_all, update_labels_
+from ratp.training.phases import NetworkPhase, OldModelMethod, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
@@ -146,7 +148,7 @@ PAPER: Mapping[str, Any] = {
 }
 
 
-class RaTP(DomainShiftMethod):
+class RaTP(OldModelMethod):
     """Trains with RandMix, T2PL, PCA, distillation and an exemplar memory."""
 
     name = "ratp"
@@ -168,6 +170,12 @@ class RaTP(DomainShiftMethod):
         ("folders", "paper"): {"r_con": 0.5, "refresh": 1},
     }
 
+    def __init__(self, setting: Setting, config: RaTPConfig) -> None:
+        check_kernels(config.randmix, setting.image_size)
+        super().__init__(setting, config)
+        self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
+        self.extras = {"randmix": self.randmix}
+
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase with true labels and RandMix copies of all images."""
         return [RaTPPhase(self, domain.images, domain.labels)]
@@ -188,6 +196,11 @@ class RaTP(DomainShiftMethod):
         if not self.uses_target_labels(self.config):
             return super().labelled_target_phases(domain)
         return [RaTPPhase(self, domain.images, None, target_labels=domain.labels)]
+
+    def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Returns three RandMix copies of the images."""
+        inputs = self.scaling(images)
+        return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
 
 
 class RaTPPhase(NetworkPhase):
@@ -211,8 +224,11 @@ class RaTPPhase(NetworkPhase):
         self._prototypes = torch.zeros(len(setting.classes), self.network.config.dim, device=self._device)
         self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=self._device)
         self._augmentation = setting.generator("randmix", method.stage)
-        self._class_mix = ClassMix(method, config.t2pl.class_mix, config.t2pl.mix_smoothing)
-        self.generators = *self.generators, self._augmentation, *self._class_mix.generators
+        self.generators = *self.generators, self._augmentation
+        self._class_mix: ClassMix | None = None
+        if config.t2pl.class_mix != "uniform" and self.is_target:
+            self._class_mix = ClassMix(method, method.randmix, config.t2pl.class_mix, config.t2pl.mix_smoothing)
+            self.generators = *self.generators, self._class_mix.generator
         can_mask = not self.is_target or supports_row_masks(self.network)
         self._static = self.captures = self._device.type == "cuda" and can_mask
         self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
@@ -282,16 +298,23 @@ class RaTPPhase(NetworkPhase):
             return shot_labels(embedding, probabilities)
         if kind == "bmd":
             return bmd_labels(embedding, probabilities).labels
-        return t2pl(embedding, probabilities, self._config.t2pl, mix=self._class_mix(probabilities)).labels
+        mix = self._class_mix.estimate(probabilities) if self._class_mix else None
+        return t2pl(embedding, probabilities, self._config.t2pl, mix=mix).labels
 
     # RandMix.
 
     def _augment(self, batch: Batch) -> Inputs:
         """Adds copies to a batch: of all images on the source, of the confident ones on a target."""
+        clean, labels = batch.images, batch.labels
         if not self._config.augment:
-            return Inputs(batch.images, batch.labels)
-        choose = (lambda: self._confident(batch)) if self.is_target else None
-        return with_copies(batch.images, batch.labels, self._copy, choose, static=self._static)
+            return Inputs(clean, labels)
+        if not self.is_target:
+            return with_copies(clean, labels, [self._copy(clean)])
+        if self._static:
+            chosen, copies = at_once(self._device, lambda: self._confident(batch), lambda: self._copy(clean))
+            return with_copies(clean, labels, [copies], chosen, static=True)
+        chosen = self._confident(batch)
+        return with_copies(clean, labels, [self._copy(clean, chosen)], chosen)
 
     def _copy(self, images: Tensor, rows: Tensor | None = None) -> Tensor:
         return self._method.randmix(images, self._augmentation, rows)

@@ -201,6 +201,31 @@ class NetworkMethod(Method):
             part.load_state_dict(parts[name])
 
 
+class OldModelMethod(NetworkMethod):
+    """A method that keeps a frozen copy of its network, to distil from it.
+
+    Attributes:
+        old: The network as the last stage left it; None on the source. A phase replaces it when it finishes.
+    """
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        super().__init__(setting, config)
+        self.old: Network | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns network, memory, extras and the old network."""
+        return super().state() | (pack({"old": self.old.state_dict()}) if self.old is not None else {})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        super().load_state(state)
+        parts = unpack(state)
+        self.old = None
+        if "old" in parts:
+            self.old = self.network.frozen_copy()
+            self.old.load_state_dict(parts["old"])
+
+
 class NetworkPhase(Phase):
     """Trains a method's network on batches of one domain; a subclass adds :meth:`step`.
 
