@@ -16,10 +16,10 @@ The rest is RaTP's published code: network, T2PL labels, prototype contrastive a
 classifier, distillation from the old model, memory, recipe, and the values for single streams. With z an embedding, x̃
 the copy of x, the rows w of the classifier W as prototypes, primes for the old model and sg for a constant:
 
-    CE           −log softmax_y(W z)
-    PCA          −log (e^{s·z·w_y} + m·e^{s·z·w′_y}) / (Σ_c e^{s·z·w_c} + m·Σ_c e^{s·z·w′_c} + Σ_{j: y_j≠y} e^{s·z·z_j})
-    distill      KL(softmax(W′ z′) ‖ softmax(W z))
-    consistency  KL(sg softmax(W z(x)) ‖ softmax(W z(x̃)))
+    CE       −log softmax_y(W z)
+    PCA      −log (e^{s·z·w_y} + m·e^{s·z·w′_y}) / (Σ_c e^{s·z·w_c} + m·Σ_c e^{s·z·w′_c} + Σ_{j: y_j≠y} e^{s·z·z_j})
+    distill  KL(softmax(W′ z′) ‖ softmax(W z))
+    consist  KL(sg softmax(W z(x)) ‖ softmax(W z(x̃)))
 
 * Source stage: every image gets a copy with its label. Loss: CE + PCA + consistency.
 * Target stage: every few epochs T2PL labels all images of the target. Images that the model is confident about,
@@ -30,16 +30,20 @@ the copy of x, the rows w of the classifier W as prototypes, primes for the old 
 These further ingredients are off until measurements speak for them:
 
 * ``class_mix``: the target's class proportions, estimated without labels (:mod:`ratp.functional.class_mix`), replace
-  equal ones in T2PL's selections and in the number of exemplars per class.
-* ``consistency.kind=js``: the Jensen-Shannon divergence of three views, the image and two copies, as in AugMix. Both
-  copies count in every loss, and all views learn from it.
+  equal ones in T2PL's selections and in the number of exemplars per class. They are estimated with every refresh of the
+  labels; predictions are calibrated on four copies of each exemplar.
+* ``consistency.kind=js``: the Jensen-Shannon divergence of three views, the image and two copies, as in AugMix
+  (ICLR 2020), which weighs it by 12. Both copies count in every loss, and all views learn from it.
 * ``augmentation``: copies by Pro-RandConv (:mod:`ratp.functional.prorandconv`), or by either with equal chance.
 * ``average_old``: after a target's stage, the network becomes the average of the new and the old one, as a whole:
   (1 − a)·θ + a·θ′, BatchNorm's running statistics included.
 * ``statistics=reestimated``: these statistics are computed anew after a target's stage, over batches half of which are
-  target images and half exemplars, without copies.
-* ``trust``: images and copies whose pseudo-label has a lower probability are left out of the cross-entropy, as by
-  SelPL of NLNL (ICCV 2019), which averages the probability over epochs.
+  target images and half exemplars, without copies; fifty of them.
+* ``trust``: images and copies whose pseudo-label has a lower probability now are left out of the cross-entropy on
+  targets, as by SelPL of NLNL (ICCV 2019), which averages the probability over epochs and drops those below ½.
+
+All weights and numbers named here, and ``mix_smoothing``, are guesses, but for ``replay`` and ``consistency.weight``:
+these were chosen on the fourth and the tenth order of Digits.
 
 With ``replay=0``, ``consistency.weight=0`` and ``randmix.weights_per=batch``, ARC trains as RaTP does, bit for bit.
 """
