@@ -41,7 +41,7 @@ def brief(error: object) -> str:
 
 
 # The most names that one message lists.
-MOST_NAMES = 20
+MOST_NAMES = 40
 
 
 def nearest(given: str, names: Sequence[str]) -> str | None:
