@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ratp.methods.arc import ARC, ARCConfig
 from ratp.methods.ratp import RaTP, RaTPConfig
 from ratp.networks.backbones import ChannelDropout
 from ratp.runs.run import Run
+from ratp.training.phase import train
 from read_back import ReadBack
 
 BATCH = TINY["batch"]
@@ -489,6 +491,23 @@ class TestSmallStreams:
         for target in targets:
             method.adapt(target)
         assert all_finite(method.state())
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_it_trains_in_bfloat16(static):
+    """With every ingredient on, static and compact."""
+    changes = {"consistency.kind": "js", "augmentation": "both", "class_mix": "em", "average_old": 0.3, "trust": 0.2}
+    plan = toy_plan("arc", changes={**changes, "statistics": "reestimated", "r_con": 0.3})
+    method, source, targets = toy_method(replace(plan, precision="bf16"))
+    assert method.network.precision == "bf16"
+    method.fit_source(source)
+    for target in targets:
+        (phase,) = method.target_phases(target.unlabelled())
+        phase._static = static
+        for _ in train([phase]):
+            pass
+    assert all_finite(method.state())
+    assert {tensor.dtype for tensor in method.network.parameters()} == {torch.float32}
 
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
