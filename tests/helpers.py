@@ -134,7 +134,7 @@ def toy_plan(
 ) -> RunPlan:
     """A few steps on toy domains, with small kernels where there are kernels."""
     spec = toy_spec(domains or toy_domains())
-    kernels = {"randmix.kernel_sizes": "3,5"} if method == "ratp" else {}
+    kernels = {"randmix.kernel_sizes": "3,5"} if method in ("arc", "ratp") else {}
     plan = tiny_plan(method, seed=seed, preset=preset, changes={**kernels, **(changes or {})})
     return replace(plan, spec=spec, order=spec.orders["default"])
 

@@ -24,7 +24,7 @@ PROCESSES = 2
 SIZES = {"epochs": 3, "steps": 8, "batch": 16, "lr": 0.01, "memory": 40}
 SIZES |= {"network.width": 0.1, "network.hidden": 48, "network.dim": 16}
 # A confidence that is reached, for copies of target images; fewer views than would take long.
-OF_METHOD = {"ratp": {"r_con": 0.2}, "cotta": {"views": 2}}
+OF_METHOD = {"ratp": {"r_con": 0.2}, "arc": {"r_con": 0.2}, "cotta": {"views": 2}}
 COPIES = {"augment": True, "r_con": 0.2}
 # Non-default values, each its own case.
 SWITCHES = {
@@ -36,6 +36,7 @@ SWITCHES = {
     "randmix.adain=affine randmix.redraw_adain=true randmix.noise_per=batch randmix.weights_per=sample "
     "randmix.init=normal randmix.tanh=false randmix.colour_branch=false network.bottleneck=one "
     "source_transform.crop=true",
+    "arc": "replay=0 consistency.weight=0 distill=0 pca.weight=0 refresh=0 randmix.weights_per=batch",
     "shot": "replay=separate replay=none",
     "shot+": "replay=separate replay=none",
     "shot++": "replay=separate replay=none mixmatch.new_classifier=true",

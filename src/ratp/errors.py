@@ -41,7 +41,7 @@ def brief(error: object) -> str:
 
 
 # The most names that one message lists; of valid ones, it may list all methods.
-MOST_NAMES, MOST_VALID = 20, 30
+MOST_NAMES, MOST_VALID = 20, 40
 
 
 def nearest(given: str, names: Sequence[str]) -> str | None:

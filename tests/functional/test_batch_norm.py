@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ratp.errors import RatpError
-from ratp.functional.norm import BatchNorm1d, BatchNorm2d, by_batch, only_rows, supports_row_masks
+from ratp.functional.norm import BatchNorm1d, BatchNorm2d, by_batch, only_rows, recounting, supports_row_masks
 
 ROWS, CHANNELS = 9, 5
 SHAPES = pytest.mark.parametrize(
@@ -278,3 +278,39 @@ def test_several_batches_at_once_in_few_bits_and_another_layout():
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(few_bits, expected.bfloat16(), rtol=0.02, atol=0.02)
     assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+class TestRecounting:
+    """Running statistics computed anew, as the plain mean over the batches of a block."""
+
+    @pytest.mark.parametrize("batches", [1, 2, 5])
+    def test_they_are_the_mean_over_the_batches(self, batches):
+        network = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNorm2d(4), nn.Dropout(0.5)).double()
+        inputs = [torch.randn(6, 3, 5, 5, dtype=torch.float64) for _ in range(batches)]
+        with recounting(network):
+            for x in inputs:
+                network(x)
+        hidden = [network[0](x).detach().transpose(0, 1).flatten(1) for x in inputs]
+        layer = network[1]
+        torch.testing.assert_close(layer.running_mean, sum(h.mean(dim=1) for h in hidden) / batches)
+        torch.testing.assert_close(layer.running_var, sum(h.var(dim=1) for h in hidden) / batches)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_modes_and_momentum_are_restored_and_dropout_is_off(self, training):
+        network = nn.Sequential(BatchNorm1d(4, momentum=0.3), nn.Dropout(0.5)).train(training)
+        x = torch.randn(9, 4)
+        with recounting(network):
+            first, second = network(x), network(x)
+        assert torch.equal(first, second)
+        assert [part.training for part in network.modules()] == [training] * 3
+        assert network[0].momentum == 0.3
+
+    def test_what_was_there_before_does_not_matter(self):
+        layer, x = BatchNorm1d(4), torch.randn(9, 4)
+        ends = []
+        for start in (0.0, 7.0):
+            layer.running_mean.fill_(start)
+            with recounting(layer):
+                layer(x)
+            ends.append((layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone()))
+        torch.testing.assert_close(*ends, rtol=0, atol=0)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import plain
+import ratp.functional.pseudo_labels as module
 from ratp.functional.pseudo_labels import T2PLConfig, t2pl
 from ratp_reference import t2pl as reference
 
@@ -267,3 +268,62 @@ class TestScale:
                 assert torch.equal(label(*case).labels, expected)
         finally:
             torch.set_float32_matmul_precision("highest")
+
+
+class TestClassMix:
+    """Selections in proportion to how frequent classes are."""
+
+    def test_equal_proportions_change_nothing(self):
+        features, probabilities = (torch.as_tensor(array).float() for array in random_case(0))
+        usual = t2pl(features, probabilities, T2PLConfig(r_top=2, r_knn=5))
+        equal = t2pl(features, probabilities, T2PLConfig(r_top=2, r_knn=5), mix=torch.full((4,), 0.25))
+        for name in ("labels", "soft_centroids", "centroids", "assignable"):
+            assert torch.equal(getattr(usual, name), getattr(equal, name))
+
+    @pytest.mark.parametrize(
+        ("mix", "sizes"), [([0.5, 0.3, 0.2, 0.0], [30, 18, 12, 1]), ([0.0, 0.0, 0.0, 1.0], [1, 1, 1, 60])]
+    )
+    def test_each_class_votes_with_its_share(self, mix, sizes, monkeypatch):
+        """Of 120 samples and r_top 2, half are selected; no class is without any."""
+        fits = []
+
+        def vote(features, points, labels, neighbours, classes, chunk):
+            fits.append((len(points), labels.bincount(minlength=classes).tolist()))
+            return torch.zeros(len(features), dtype=torch.int64)
+
+        monkeypatch.setattr(module, "knn_vote", vote)
+        features, probabilities = (torch.as_tensor(array).float() for array in random_case(0))
+        t2pl(features, probabilities, T2PLConfig(r_top=2, classes="all"), mix=torch.tensor(mix))
+        assert fits == [(sum(sizes), sizes)]
+
+    def test_the_top_set_is_weighed_by_it_too(self):
+        """Centroids by hand: the mean of the samples on top, weighted by their softmax."""
+        features, probabilities = random_case(1)
+        mix = [0.4, 0.3, 0.2, 0.1]
+        found = t2pl(
+            torch.tensor(features), torch.tensor(probabilities), T2PLConfig(r_top=2, rounds=1), mix=torch.tensor(mix)
+        )
+        units = features / np.linalg.norm(features, axis=1, keepdims=True)
+        top = [i for k in range(4) for i in np.argsort(-probabilities[:, k])[: int(120 * mix[k] / 2 + 1e-6)]]
+        for k in range(4):
+            weights = probabilities[top, k]
+            expected = sum(w * units[i] for w, i in zip(weights, top, strict=True)) / weights.sum()
+            np.testing.assert_allclose(found.soft_centroids[k], expected, rtol=1e-4, atol=1e-5)
+
+    def test_it_labels_rare_classes_better_than_equal_shares_do(self):
+        """Twenty-five images of one class, hundreds of another: equal shares give the rare one strangers."""
+        rng = np.random.default_rng(0)
+        counts = [25, 75, 200, 500]
+        truth = np.repeat(np.arange(4), counts)
+        features = 2 * np.eye(6)[truth] + 0.8 * rng.normal(size=(800, 6))
+        logits = 1.5 * features[:, :4] + rng.normal(size=(800, 4))
+        probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        given = torch.tensor(features).float(), torch.tensor(probabilities).float(), T2PLConfig(r_top=2, r_knn=20)
+        right = [
+            (t2pl(*given, mix=mix).labels.numpy() == truth).mean() for mix in (None, torch.tensor(counts) / sum(counts))
+        ]
+        assert right[1] > right[0] + 0.05
+
+    def test_proportions_in_double_precision_and_of_one_class(self):
+        found = t2pl(torch.randn(5, 3), torch.ones(5, 1), T2PLConfig(), mix=torch.ones(1, dtype=torch.float64))
+        assert found.labels.tolist() == [0] * 5

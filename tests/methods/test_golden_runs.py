@@ -28,7 +28,7 @@ SIZES = {
     "network.hidden": 32,
     "network.dim": 16,
 }
-OF_METHOD = {"ratp": {"r_con": 0.3}}  # a confidence that some images reach
+OF_METHOD = {"ratp": {"r_con": 0.3}, "arc": {"r_con": 0.3}}  # a confidence that some images reach
 OF_METHOD |= {"sar": {"margin": 1.0}, "deyo": {"margin": 1.0, "plpd": 0.0}}  # and an uncertainty
 
 

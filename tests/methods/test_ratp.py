@@ -242,7 +242,7 @@ class TestMemory:
     def test_it_holds_an_equal_share_of_every_domain_and_class(self, monkeypatch):
         """24 images, 4 classes: 6 a class of one domain, 3 of two, 2 of three."""
 
-        def in_turn(embedding, probabilities, config):
+        def in_turn(embedding, probabilities, config, mix):
             labels = torch.arange(len(embedding)) % 4
             return PseudoLabels(labels, embedding[:4], embedding[:4], torch.ones(4, dtype=torch.bool))
 
@@ -349,9 +349,10 @@ class TestLabels:
         method, (target, _) = build_trained(t2pl__r_top=7, t2pl__classes="all")
         modes = []
         real = module.t2pl
-        monkeypatch.setattr(module, "t2pl", lambda *given: modes.append(given) or real(*given))
+        monkeypatch.setattr(module, "t2pl", lambda *given, mix: modes.append((*given, mix)) or real(*given))
         start(method, target)
-        ((embedding, probabilities, config),) = modes
+        ((embedding, probabilities, config, mix),) = modes
+        assert mix is None
         with torch.no_grad():
             output = method.network.eval()(method.scaling(target.images))
         torch.testing.assert_close(embedding, output.embedding)
@@ -361,7 +362,7 @@ class TestLabels:
     def test_labels_of_the_final_model_may_be_stored(self, monkeypatch):
         calls = []
 
-        def changing(embedding, probabilities, config):
+        def changing(embedding, probabilities, config, mix):
             calls.append(len(calls))
             labels = torch.full((len(embedding),), len(calls) % 4)
             return PseudoLabels(labels, embedding[:4], embedding[:4], torch.ones(4, dtype=torch.bool))
@@ -478,6 +479,7 @@ def other_values():
         "randmix.input_noise": (0.0, 0.5),
         "t2pl.r_top": (1, 7),
         "t2pl.r_knn": (1, 3),
+        "t2pl.mix_smoothing": (0.0,),
         "temperature": (0.5,),
         "pca.weight": (0.0, 2.0),
         "pca.scale": (1.0, 30.0),
@@ -499,7 +501,17 @@ THREE_STEPS = {"epochs": 3, "steps": 1}
 # Values that need not show on a few toy images: they speak of exact ties, of rare draws, of more samples a class
 # than there are, or of a different way to the same number.
 MAY_NOT_SHOW = {"strict", "randmix.safe_division", "t2pl.r_top", "t2pl.r_knn", "t2pl.normalise", "t2pl.rounds"}
-MAY_NOT_SHOW |= {"temperature", "labelling", "t2pl.top_set", "pca.form", "memory.labels", "refresh", "sgd.nesterov"}
+MAY_NOT_SHOW |= {
+    "t2pl.class_mix",
+    "t2pl.mix_smoothing",
+    "temperature",
+    "labelling",
+    "t2pl.top_set",
+    "pca.form",
+    "memory.labels",
+    "refresh",
+    "sgd.nesterov",
+}
 
 
 def all_stages(**changes):

@@ -7,10 +7,11 @@ import warnings
 import pytest
 import torch
 
-import ratp.methods.ratp as module
 from helpers import all_finite, same_tensors, toy_method, toy_plan
 from ratp.errors import RatpError
-from ratp.methods.ratp import RaTPPhase, SlowWarning
+from ratp.functional import pseudo_labels
+from ratp.functional.pseudo_labels import SlowWarning
+from ratp.methods.ratp import RaTPPhase
 
 SEPARATED = torch.eye(4).repeat_interleave(6, dim=0) + 0.01
 TRUTH = torch.arange(4).repeat_interleave(6)
@@ -111,7 +112,7 @@ def test_labels_of_many_images_are_announced(monkeypatch):
     changes = {"epochs": 1, "steps": 1}
     unannounced, announced = target_phase(**changes), target_phase(**changes)
     unannounced.begin_epoch(0)
-    monkeypatch.setattr(module, "MANY", 10)
+    monkeypatch.setattr(pseudo_labels, "MANY", 10)
     with pytest.warns(SlowWarning, match=r"T2PL of 3\d images takes about 0 s: .* --set refresh=0") as said:
         announced.begin_epoch(0)
     assert len(said) == 1

@@ -140,7 +140,7 @@ class TestDirectory:
         files = {"config.json", "environment.json", "journal.jsonl", "matrix.json"}
         files |= {"state.safetensors", "weights.safetensors", "checksums.json"}
         assert files_of(run.folder).keys() == files | (
-            {"samples.safetensors"} if run.plan.method.name in ("ratp", "codag", "mpm") else set()
+            {"samples.safetensors"} if run.plan.method.name in ("arc", "ratp", "codag", "mpm") else set()
         )
 
     def test_config_lists_every_value(self, run):

@@ -492,7 +492,7 @@ class TestOnGPU:
         def ends(second):
             calls = []
 
-            def found(embedding, probabilities, config):
+            def found(embedding, probabilities, config, mix):
                 calls.append(len(calls))
                 labels = torch.full((len(embedding),), second if len(calls) % 2 == 0 else 0, device=embedding.device)
                 return PseudoLabels(labels, embedding[:4], embedding[:4], torch.ones(4, dtype=torch.bool))

@@ -152,3 +152,41 @@ def test_an_empty_memory_can_be_saved(tmp_path):
     memory.load_state(read_tensors(tmp_path / "memory.safetensors")[0])
     fill(memory, [[8, 8]])
     assert len(memory) == 10
+
+
+class TestClassMix:
+    """Exemplars in proportion to how frequent classes are."""
+
+    def test_a_domain_divides_its_share_by_them(self):
+        memory = Memory(60, 3)
+        memory.add(*domain(0, [30, 30, 30]), "herding")
+        memory.add(*domain(1, [30, 30, 30]), "herding", torch.tensor([0.5, 0.3, 0.2]))
+        kept = [[len(positions(memory, index, label)) for label in range(3)] for index in range(2)]
+        assert kept == [[10, 10, 10], [15, 9, 6]]
+
+    def test_earlier_domains_keep_theirs_and_their_first_picks(self):
+        memory, mixes = Memory(120, 3), ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3])
+        picks = {}
+        for index, mix in enumerate(mixes):
+            memory.add(*domain(index, [80, 80, 80]), "herding", torch.tensor(mix))
+            assert len(memory) <= 120
+            for earlier in range(index + 1):
+                share = 120 // (index + 1)
+                for label, part in enumerate(mixes[earlier]):
+                    kept = positions(memory, earlier, label)
+                    assert abs(len(kept) - part * share) <= 1.5
+                    picks.setdefault((earlier, label), kept)
+                    assert kept == picks[earlier, label][: len(kept)]
+
+    def test_every_class_has_an_exemplar_if_there_is_room(self):
+        memory = Memory(20, 4)
+        memory.add(*domain(0, [9, 9, 9, 9]), "herding", torch.tensor([1.0, 0.0, 0.0, 0.0]))
+        assert [len(positions(memory, 0, label)) for label in range(4)] == [9, 1, 1, 1]
+
+    def test_equal_proportions_give_what_none_give(self):
+        memories = Memory(96, 4), Memory(96, 4)
+        for index in range(3):
+            memories[0].add(*domain(index, [30] * 4), "herding")
+            memories[1].add(*domain(index, [30] * 4), "herding", torch.full((4,), 0.25))
+        states = [memory.state() for memory in memories]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -24,6 +24,9 @@ VARIANTS = [
     ("ratp", {"alignment": "pl"}),
     ("ratp", {"labelling": "truth"}),
     ("ratp", {"memory.replay": "separate", "sgd.schedule": "per-step"}),
+    ("ratp", {"t2pl.class_mix": "em"}),
+    ("arc", {"class_mix": "em", "refresh": 1, "memory": 40}),
+    ("arc", {"consistency.kind": "js", "augmentation": "both", "average_old": 0.3, "statistics": "reestimated"}),
     ("shot", {**COPIES, "sgd.momentum": 0.9}),
     ("shot", {**OWN_HEAD, "source_sgd.momentum": 0.9}),
     ("shot+", {"gamma": 0}),
@@ -110,6 +113,7 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
     [
         ("ratp", "labels"),
         ("ratp", "generators"),
+        ("arc", "_mix"),
         ("shot+", "_head"),
         ("shot++", "_progress"),
         ("gsfda", "_bank"),
@@ -133,7 +137,13 @@ def test_a_stage_continues_with_the_same_bits(name, changes, tmp_path):
 def test_unsaved_state_is_detected(name, forgotten, monkeypatch):
     names = state_module._saved_names
     monkeypatch.setattr(state_module, "_saved_names", lambda kind: [one for one in names(kind) if one != forgotten])
-    changes = {"sgd.momentum": 0.9} if name in ("shot+", "cotta") else {"margin": 2.0} if name == "deyo" else {}
+    changed = {
+        "shot+": {"sgd.momentum": 0.9},
+        "cotta": {"sgd.momentum": 0.9},
+        "deyo": {"margin": 2.0},
+        "arc": {"class_mix": "em"},
+    }
+    changes = changed.get(name, {})
     found, start = set(), None
     for _ in range(2):
         method, phases = stage_of(name, changes, start)

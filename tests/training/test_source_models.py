@@ -47,7 +47,7 @@ def is_reused(folder):
     return "from_cache" in record["statistics"]
 
 
-@pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata", "ratp"])
+@pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata", "ratp", "arc"])
 def test_second_run_reuses_the_network_bit_exactly(method, tmp_path):
     first, second = run(tmp_path / "1", method), run(tmp_path / "2", method)
     alone = tmp_path / "alone"
@@ -96,6 +96,15 @@ def test_ratp_shares_what_targets_do_not_change(tmp_path):
         assert same_tensors(tensors_of(alone), tensors_of(shared))
     for name, value in {"alignment": "scl", "augment": False, "randmix.tanh": False, "pca.weight": 0.5}.items():
         assert not is_reused(run(tmp_path / name, "ratp", changes={name: value}))
+
+
+def test_arc_shares_what_targets_do_not_change(tmp_path):
+    run(tmp_path / "1", "arc")
+    later = {"replay": 0, "r_con": 0.3, "distill": 1.0, "class_mix": "em", "average_old": 0.5, "trust": 0.5}
+    for name, value in {**later, "statistics": "reestimated"}.items():
+        assert is_reused(run(tmp_path / name, "arc", changes={name: value}))
+    for name, value in {"consistency.weight": 0, "augmentation": "both", "randmix.weights_per": "batch"}.items():
+        assert not is_reused(run(tmp_path / name, "arc", changes={name: value}))
 
 
 def runs_at_once(tmp_path, *methods):

@@ -7,6 +7,7 @@ the loss nor its gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,6 +117,20 @@ def distillation(student: Tensor, teacher: Tensor, valid: Tensor | None = None) 
     # KL(q ‖ p) = Σ_k q_k (log q_k − log p_k)
     divergence = F.kl_div(F.log_softmax(student.float(), dim=1), target, reduction="none")
     return mean_over(divergence.sum(dim=1), valid)
+
+
+def jensen_shannon(views: Sequence[Tensor], valid: Tensor | None = None) -> Tensor:
+    """Averages the Jensen-Shannon divergence of several predictions of each sample over the rows that count.
+
+    AugMix (ICLR 2020): 1/V · Σ_v KL(p_v ‖ p̄) for the V views' predictions p_v and their mean p̄. All views learn.
+
+    Args:
+        views: The logits of each view, shape (n, k).
+        valid: Which rows count, shape (n,); None: all.
+    """
+    logs = torch.stack([F.log_softmax(view.float(), dim=1) for view in views])
+    mean = logs.logsumexp(dim=0) - math.log(len(views))
+    return mean_over((logs.exp() * (logs - mean)).sum(dim=2).mean(dim=0), valid)
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,22 @@ def by_batch(module: nn.Module, batches: int = 1) -> AbstractContextManager[None
 
 
 @contextmanager
+def recounting(module: nn.Module) -> Iterator[None]:
+    """Recomputes the running statistics of every BatchNorm layer inside ``module`` within the block.
+
+    They become the plain mean over all batches passed, each of which is normalised by its own; the rest of ``module``
+    is in evaluation mode, so no dropout blurs them.
+    """
+    layers = batch_norms(module).values()
+    for layer in layers:
+        layer.reset_running_stats()
+    modes = [(part, "training", False) for part in module.modules() if not isinstance(part, _BatchNorm)]
+    counting = [(layer, name, value) for layer in layers for name, value in (("training", True), ("momentum", None))]
+    with _changed([*modes, *counting]):
+        yield
+
+
+@contextmanager
 def _changed(changes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
     """Sets attributes of layers, given as layer, name and value, within the block."""
     before = [(layer, name, getattr(layer, name)) for layer, name, _ in changes]

@@ -6,6 +6,7 @@ All of them compute in full single precision, regardless of the settings of the 
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,6 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
+from ratp.errors import Note
+from ratp.functional.class_mix import Estimate
 from ratp.functional.numerics import full_precision, in_chunks, kmeans
 
 
@@ -180,6 +183,8 @@ def _whole_tiles(rows: int) -> int:
 
 # Samples compared with the centroids at a time.
 ROWS = 2**16
+CLASS_MIX = "class sizes of a target: equal, or estimated from predictions by EM or by the confusion matrix"
+MIX_SMOOTHING = "how far the estimated sizes move towards equal ones; 1: all the way"
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,8 @@ class T2PLConfig:
     classes: Literal["predicted", "all"] = switch(
         "predicted", "classes that can be assigned: those the model predicts now (published code) or all", doc_ref=24
     )
+    class_mix: Estimate = switch("uniform", CLASS_MIX, hash_default=False)
+    mix_smoothing: float = switch(0.2, MIX_SMOOTHING, minimum=0, maximum=1, hash_default=False)
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,9 @@ class PseudoLabels:
     assignable: Tensor
 
 
-def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int = 8192) -> PseudoLabels:
+def t2pl(
+    features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int = 8192, mix: Tensor | None = None
+) -> PseudoLabels:
     """Labels all samples of a domain by Top² pseudo-labelling, Deja Vu (ICLR 2023), section 2.3.
 
     The most reliable samples per class are selected twice: first by confidence, to compute class centroids, then by
@@ -229,27 +238,49 @@ def t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int
         probabilities: Softmax rows g, shape (n, k).
         config: Switches.
         chunk: Most samples compared with the fit set at once.
+        mix: Class proportions q, shape (k,): a class keeps q·N/r_top samples; None: equal ones, N/(r_top·K) samples.
     """
     with full_precision(features.device):
-        return _t2pl(features, probabilities, config, chunk)
+        return _t2pl(features, probabilities, config, chunk, mix)
 
 
-def t2pl_seconds(features: Tensor, probabilities: Tensor, config: T2PLConfig) -> float:
-    """Estimates how long :func:`t2pl` takes from a fifth of the samples: its time grows with the square."""
+# On a processor, T2PL of this many images takes long enough to say so.
+MANY = 50_000
+
+
+class SlowWarning(Note):
+    """Labelling the images of a domain takes long."""
+
+
+def announce_if_slow(features: Tensor, probabilities: Tensor, config: T2PLConfig) -> None:
+    """Warns if :func:`t2pl` will take long on a processor, and says how long.
+
+    That is estimated from a fifth of the samples, because the time grows with the square of their number.
+    """
+    if features.device.type != "cpu" or len(features) < MANY:
+        return
     started = time.perf_counter()
     t2pl(features[::5], probabilities[::5], config)
-    return 25 * (time.perf_counter() - started)
+    seconds = 25 * (time.perf_counter() - started)
+    text = f"T2PL of {len(features):,} images takes about {seconds:,.0f} s: it grows with their number squared"
+    warnings.warn(f"{text}. --set refresh=0 labels them once a stage", SlowWarning, stacklevel=3)
 
 
-def _t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int) -> PseudoLabels:
+def _t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: int, mix: Tensor | None) -> PseudoLabels:
     count, classes = probabilities.shape
     features = features.float()
     if config.normalise:
         features = F.normalize(features, dim=1)
-    per_class = min(max(count // (classes * config.r_top), 1), count)
+    sizes = torch.full((classes,), count // (classes * config.r_top), device=features.device)
+    if mix is not None:
+        sizes = (count * mix.to(features.device) / config.r_top).long()
+    sizes = sizes.clamp(1, max(count, 1))
+    most = min(int(sizes.max()), count)
+    # which of the samples on top for a class are kept, shape (k, most)
+    kept_of = torch.arange(most, device=features.device) < sizes[:, None]
 
     # F: per class the samples with the largest softmax
-    top = probabilities.topk(per_class, dim=0).indices.T.reshape(-1)
+    top = probabilities.topk(most, dim=0).indices.T[kept_of]
     if config.top_set == "union":
         top = torch.unique(top)
     top_features = features[top]
@@ -270,11 +301,11 @@ def _t2pl(features: Tensor, probabilities: Tensor, config: T2PLConfig, chunk: in
 
     # F′: per assignable class the samples closest to its centroid
     kept = assignable.nonzero().squeeze(1)
-    fit = _cosine(features, centroids)[:, kept].topk(per_class, dim=0).indices.T.reshape(-1)
+    fit = _cosine(features, centroids)[:, kept].topk(most, dim=0).indices.T[kept_of[kept]]
     labels = knn_vote(
         features,
         features[fit],
-        kept.repeat_interleave(per_class),
+        kept.repeat_interleave(kept_of[kept].sum(dim=1)),
         max(count // (classes * config.r_knn), 1),
         classes,
         chunk,

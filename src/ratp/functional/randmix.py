@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -315,3 +315,54 @@ class RandMix:
         self._adain = tuple(
             Linear(state[f"{i}.weight"].to(device), state[f"{i}.bias"].to(device)) for i in range(len(self._adain))
         )
+
+
+class Inputs(NamedTuple):
+    """The input of one step: the images of a batch, followed by copies of them, one round after the other.
+
+    Attributes:
+        images: Shape (n, 3, height, width).
+        labels: Shape (n,).
+        valid: Which rows count, shape (n,); None: all.
+        confident: Which images of the batch have copies; None: the step does not choose them.
+        rounds: How many copies these have.
+    """
+
+    images: Tensor
+    labels: Tensor
+    valid: Tensor | None = None
+    confident: Tensor | None = None
+    rounds: int = 1
+
+    def views(self, rows: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Splits an output of the network into that of images and those of their copies; also returns which count."""
+        if self.confident is None:
+            return list(rows.chunk(1 + self.rounds)), None
+        clean, copies = rows[: len(self.confident)], rows[len(self.confident) :]
+        clean = clean if self.valid is not None else clean[self.confident]
+        return [clean, *torch.split(copies, [len(clean)] * self.rounds)], None if self.valid is None else self.confident
+
+
+def with_copies(
+    images: Tensor, labels: Tensor, copies: Sequence[Tensor], chosen: Tensor | None = None, *, static: bool = False
+) -> Inputs:
+    """Adds copies of images to a batch; a copy has the label of its image.
+
+    How many images are chosen depends on the data. A *compact* batch holds copies of these only. A *static* one holds
+    copies of all, and a mask leaves the others out: more work for the same result, but its shapes never change, so
+    CUDA can capture the step.
+
+    Args:
+        images: Normalised images, shape (n, 3, height, width).
+        labels: Shape (n,).
+        copies: In each round a copy of every image, or, in a compact batch, of every chosen one.
+        chosen: Which images are chosen, bool of shape (n,); None: all.
+        static: Whether the batch is static.
+    """
+    rounds, valid = len(copies), None
+    copied = labels if chosen is None or static else labels[chosen]
+    if chosen is not None and static:
+        # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
+        copies = [torch.where(chosen[:, None, None, None], part, images) for part in copies]
+        valid = torch.cat([torch.ones_like(chosen), *[chosen] * rounds])
+    return Inputs(torch.cat([images, *copies]), torch.cat([labels, *[copied] * rounds]), valid, chosen, rounds)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # To add a method, add its line: name, module and class.
 _HOMES = {
     "ratp": ("ratp", "RaTP"),
+    "arc": ("arc", "ARC"),
     "source-only": ("source_only", "SourceOnly"),
     "oracle": ("oracle", "Oracle"),
     "shot": ("shot", "SHOT"),

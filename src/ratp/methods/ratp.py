@@ -23,16 +23,18 @@ without top samples keeps its soft centroid (the code divides by zero), and both
 drops those that the first one assigns to no image); no image enters the memory twice (the code repeats images of small
 classes); and images are drawn on the device.
 
+Beyond paper and code, ``t2pl.class_mix`` lets the sizes of T2PL's selections follow an estimate of the target's class
+proportions (:mod:`ratp.functional.class_mix`) instead of being equal.
+
 For one source and one target, the paper leaves out memory, distillation and, in PCA's numerator, the old prototypes;
 of its denominator it says nothing. ``pca.old_weight=0`` leaves them out of both.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -40,7 +42,7 @@ from torch import Tensor
 
 from ratp.config import as_dict, switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import Note, RatpError
+from ratp.errors import RatpError
 from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
@@ -54,19 +56,20 @@ from ratp.functional.norm import only_rows, supports_row_masks
 from ratp.functional.optim import SGDConfig
 from ratp.functional.pseudo_labels import (
     T2PLConfig,
+    announce_if_slow,
     bmd_labels,
     domain_average,
     prototype_learning,
     shot_labels,
     t2pl,
-    t2pl_seconds,
 )
-from ratp.functional.randmix import RandMix, RandMixConfig, check_kernels
-from ratp.networks.network import Network, Output
+from ratp.functional.randmix import Inputs, RandMix, RandMixConfig, check_kernels, with_copies
+from ratp.methods.shared.class_mix import ClassMix
+from ratp.networks.network import Output
 from ratp.training.memory import Batch, Selection
-from ratp.training.method import Setting, pack, unpack
+from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import NetworkMethod, NetworkPhase, embed_all, update_labels_
+from ratp.training.phases import NetworkPhase, OldModelMethod, embed_all, update_labels_
 from ratp.training.recipe import at_once
 from ratp.training.source_cache import SharedTraining
 
@@ -74,14 +77,6 @@ Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
 # Switches that do not affect training on the source.
 TARGETS_ONLY = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
-
-
-# On a processor, T2PL of this many images takes long enough to say so.
-MANY = 50_000
-
-
-class SlowWarning(Note):
-    """Labelling the images of a domain takes long."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,7 @@ PAPER: Mapping[str, Any] = {
 }
 
 
-class RaTP(NetworkMethod):
+class RaTP(OldModelMethod):
     """Trains with RandMix, T2PL, PCA, distillation and an exemplar memory."""
 
     name = "ratp"
@@ -178,7 +173,6 @@ class RaTP(NetworkMethod):
     def __init__(self, setting: Setting, config: RaTPConfig) -> None:
         check_kernels(config.randmix, setting.image_size)
         super().__init__(setting, config)
-        self.old: Network | None = None
         self.randmix = RandMix(config.randmix, self.scaling.mean, self.scaling.std, setting.generator("randmix layers"))
         self.extras = {"randmix": self.randmix}
 
@@ -208,29 +202,6 @@ class RaTP(NetworkMethod):
         inputs = self.scaling(images)
         return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
 
-    def state(self) -> dict[str, Tensor]:
-        """Returns network, old network, memory and the fixed layers of RandMix."""
-        return super().state() | (pack({"old": self.old.state_dict()}) if self.old is not None else {})
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what :meth:`state` returned."""
-        super().load_state(state)
-        parts = unpack(state)
-        self.old = None
-        if "old" in parts:
-            self.old = self.network.frozen_copy()
-            self.old.load_state_dict(parts["old"])
-
-
-class Inputs(NamedTuple):
-    """The input of one step: the images of a batch, followed by RandMix copies."""
-
-    images: Tensor  # shape (n, 3, height, width)
-    labels: Tensor  # shape (n,)
-    valid: Tensor | None = None  # which rows count, shape (n,); None: all
-    # which images of the batch have a copy; None: the step does not choose them by confidence
-    confident: Tensor | None = None
-
 
 class RaTPPhase(NetworkPhase):
     """Trains RaTP on one domain.
@@ -254,6 +225,10 @@ class RaTPPhase(NetworkPhase):
         self._has_prototype = torch.zeros(len(setting.classes), dtype=torch.bool, device=self._device)
         self._augmentation = setting.generator("randmix", method.stage)
         self.generators = *self.generators, self._augmentation
+        self._class_mix: ClassMix | None = None
+        if config.t2pl.class_mix != "uniform" and self.is_target:
+            self._class_mix = ClassMix(method, method.randmix, config.t2pl.class_mix, config.t2pl.mix_smoothing)
+            self.generators = *self.generators, self._class_mix.generator
         can_mask = not self.is_target or supports_row_masks(self.network)
         self._static = self.captures = self._device.type == "cuda" and can_mask
         self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
@@ -309,10 +284,8 @@ class RaTPPhase(NetworkPhase):
 
     def _update_labels(self, *, first: bool) -> dict[str, float]:
         embedding, probabilities = embed_all(self.network, self._method.setting, self._images)
-        if first and self._config.labelling == "t2pl" and self._device.type == "cpu" and len(embedding) >= MANY:
-            seconds = t2pl_seconds(embedding, probabilities, self._config.t2pl)
-            text = f"T2PL of {len(embedding):,} images takes about {seconds:,.0f} s: it grows with their number squared"
-            warnings.warn(f"{text}. --set refresh=0 labels them once a stage", SlowWarning, stacklevel=2)
+        if first and self._config.labelling == "t2pl":
+            announce_if_slow(embedding, probabilities, self._config.t2pl)
         return update_labels_(self._labels, self._pseudo_labels(embedding, probabilities), probabilities, first=first)
 
     def _pseudo_labels(self, embedding: Tensor, probabilities: Tensor) -> Tensor:
@@ -325,7 +298,8 @@ class RaTPPhase(NetworkPhase):
             return shot_labels(embedding, probabilities)
         if kind == "bmd":
             return bmd_labels(embedding, probabilities).labels
-        return t2pl(embedding, probabilities, self._config.t2pl).labels
+        mix = self._class_mix.estimate(probabilities) if self._class_mix else None
+        return t2pl(embedding, probabilities, self._config.t2pl, mix=mix).labels
 
     # RandMix.
 
@@ -335,16 +309,12 @@ class RaTPPhase(NetworkPhase):
         if not self._config.augment:
             return Inputs(clean, labels)
         if not self.is_target:
-            return Inputs(torch.cat([clean, self._copy(clean)]), torch.cat([labels, labels]))
-        if not self._static:
-            chosen = self._confident(batch)
-            images = torch.cat([clean, self._copy(clean, chosen)])
-            return Inputs(images, torch.cat([labels, labels[chosen]]), confident=chosen)
-        chosen, copies = at_once(self._device, lambda: self._confident(batch), lambda: self._copy(clean))
-        # Masked rows hold the clean image, so that a NaN in an unwanted copy cannot poison the others.
-        copies = torch.where(chosen[:, None, None, None], copies, clean)
-        valid = torch.cat([torch.ones_like(chosen), chosen])
-        return Inputs(torch.cat([clean, copies]), torch.cat([labels, labels]), valid, chosen)
+            return with_copies(clean, labels, [self._copy(clean)])
+        if self._static:
+            chosen, copies = at_once(self._device, lambda: self._confident(batch), lambda: self._copy(clean))
+            return with_copies(clean, labels, [copies], chosen, static=True)
+        chosen = self._confident(batch)
+        return with_copies(clean, labels, [self._copy(clean, chosen)], chosen)
 
     def _copy(self, images: Tensor, rows: Tensor | None = None) -> Tensor:
         return self._method.randmix(images, self._augmentation, rows)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ratp._core.state import Stateful
+from ratp.functional.class_mix import allocate
 from ratp.functional.numerics import full_precision, in_chunks, ranks_within
 from ratp.training.finite import log_draw
 from ratp.training.method import Setting
@@ -118,7 +119,9 @@ class Memory:
         """Returns images per class and domain when ``domains`` domains share the memory."""
         return self.capacity // (self.classes * domains)
 
-    def add(self, images: Tensor, labels: Tensor, features: Tensor, selection: Selection) -> None:
+    def add(
+        self, images: Tensor, labels: Tensor, features: Tensor, selection: Selection, mix: Tensor | None = None
+    ) -> None:
         """Adds the exemplars of one more domain.
 
         Args:
@@ -126,13 +129,27 @@ class Memory:
             labels: Their labels or pseudo-labels.
             features: Features that the choice is based on, shape (n, d).
             selection: How they are chosen.
+            mix: Class proportions of the domain, shape (classes,), by which its share is divided among classes; each
+                earlier domain then keeps its own proportions. None: the share is divided equally.
         """
-        quota = self.quota(self.seen + 1)
+        groups = self.domains * self.classes + self.labels
+        quotas = [self.quota(self.seen + 1)] * self.classes
+        limits = torch.tensor(quotas * self.seen, dtype=torch.int64, device=self.labels.device)
+        if mix is not None:
+            share = self.capacity // (self.seen + 1)
+            quotas = allocate(share, mix)
+            stored = groups.bincount(minlength=len(limits)).reshape(self.seen, self.classes)
+            kept_of = [number for counts in stored for number in allocate(share, counts)]
+            limits = torch.tensor(kept_of, dtype=torch.int64, device=self.labels.device)
         by_class = labels.argsort(stable=True).split_with_sizes(labels.bincount(minlength=self.classes).tolist())
-        chosen = [own[choose_exemplars(features[own], quota, selection)] for own in by_class if len(own)]
+        chosen = [
+            own[choose_exemplars(features[own], quota, selection)]
+            for own, quota in zip(by_class, quotas, strict=True)
+            if len(own)
+        ]
         picks = torch.cat(chosen)
-        # The first ``quota`` images of every stored domain and class stay.
-        kept = (ranks_within(self.domains * self.classes + self.labels) < quota).nonzero().squeeze(1)
+        # The first, most representative images of every stored domain and class stay.
+        kept = (ranks_within(groups) < limits[groups]).nonzero().squeeze(1)
         new = images[picks]
         self.images = torch.cat([self.images[kept], new]) if len(kept) else new
         self.labels = torch.cat([self.labels[kept], labels[picks]])
@@ -199,10 +216,12 @@ class Batches(Stateful):
         self._changes = setting.generator("transforms", stage)
         self.generators = self._places, self._changes
 
-    def draw(self, count: int) -> Batch:
-        """Draws a batch of ``count`` images."""
+    def draw(self, count: int, exemplars: int = 0) -> Batch:
+        """Draws a batch of ``count`` images, and ``exemplars`` more from the memory, at most as many as it holds."""
         own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
         place = self._place(own + stored, count)
+        if exemplars and stored:
+            place = torch.cat([place, own + self._place(stored, min(exemplars, stored))])
         index, replayed = place.clamp(max=own - 1), place >= own
         log_draw(place, own)
         images, labels = self.images[index], self.labels[index]

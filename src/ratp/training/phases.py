@@ -174,15 +174,17 @@ class NetworkMethod(Method):
         labels: Tensor,
         selection: Selection = "herding",
         chosen_by: Literal["backbone", "embedding"] = "backbone",
+        mix: Tensor | None = None,
     ) -> dict[str, float]:
         """Puts exemplars of one more domain into the memory, chosen by features of unit length.
 
-        ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels.
+        ``images`` are all images of the domain, ``labels`` their labels or pseudo-labels; ``mix`` are its class
+        proportions, if exemplars should have them (:meth:`ratp.training.memory.Memory.add`).
         """
         network = self.network
         compute = network.features if chosen_by == "backbone" else lambda inputs: network(inputs).embedding
         (features,) = run_in_chunks(network, lambda inputs: (compute(inputs),), images, self.scaling)
-        self.memory.add(images, labels, F.normalize(features, dim=1), selection)
+        self.memory.add(images, labels, F.normalize(features, dim=1), selection, mix)
         return {"exemplars": float(len(self.memory))}
 
     def state(self) -> dict[str, Tensor]:
@@ -197,6 +199,31 @@ class NetworkMethod(Method):
         self.memory.load_state(parts["memory"])
         for name, part in self.extras.items():
             part.load_state_dict(parts[name])
+
+
+class OldModelMethod(NetworkMethod):
+    """A method that keeps a frozen copy of its network, to distil from it.
+
+    Attributes:
+        old: The network as the last stage left it; None on the source. A phase replaces it when it finishes.
+    """
+
+    def __init__(self, setting: Setting, config: Any) -> None:
+        super().__init__(setting, config)
+        self.old: Network | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns network, memory, extras and the old network."""
+        return super().state() | (pack({"old": self.old.state_dict()}) if self.old is not None else {})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what :meth:`state` returned."""
+        super().load_state(state)
+        parts = unpack(state)
+        self.old = None
+        if "old" in parts:
+            self.old = self.network.frozen_copy()
+            self.old.load_state_dict(parts["old"])
 
 
 class NetworkPhase(Phase):
