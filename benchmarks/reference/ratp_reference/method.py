@@ -148,7 +148,10 @@ class Stage:
                 embedding, logits = self.network(images)
                 features.append(embedding.cpu())
                 probabilities.append(logits.softmax(dim=1).cpu())
-        self.labelling = t2pl(torch.cat(features), torch.cat(probabilities), **vars(self.config.t2pl))
+        config = self.config.t2pl
+        names = ("r_top", "r_knn", "normalise", "rounds", "top_set", "classes")  # the paper's: no class mix
+        switches = {name: getattr(config, name) for name in names}
+        self.labelling = t2pl(torch.cat(features), torch.cat(probabilities), **switches)
         self.labels = self.labelling.labels.tolist()
 
     def batches(self, count: int) -> Iterator[Batch]:
