@@ -114,11 +114,11 @@ class Broken(Pairs):
         ([], "is empty"),
         (
             IMAGES[0],
-            r"must have the shape \(N, 3, height, width\), got \(3, 32, 32\)\. For a single image: images\[None\]",
+            r"\(N, 3, height, width\), got \(3, 32, 32\)\. For a single image: images\[None\]",
         ),
         (IMAGES[:, :2], r"1 or 3 channels, got shape \(10, 2, 32, 32\)"),
         (torch.zeros(2, 4, 8, 8), r"Without the alpha channel: images\[:, :3\]"),
-        (FLOATS * 2 - 1, r"float images must lie within 0\.\.1, got -1\.\.1.*leave out Normalize"),
+        (FLOATS * 2 - 1, r"float images must lie within 0\.\.1, got -1\.\.0.*leave out Normalize"),
         (FLOATS * torch.nan, r"got nan\.\.nan"),
         (IMAGES.long(), r"uint8 or floats of 0 to 1, got torch\.int64"),
         ((IMAGES, LABELS[:4]), "10 images, but 4 labels"),

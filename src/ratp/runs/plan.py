@@ -235,7 +235,7 @@ def resolve(
     own = attempt(lambda: _own_backbone(request, request.backbone if backbone is None else backbone))
     changes = {**request.changes, "network.backbone": own.name} if own else request.changes
     is_plain = stream is None and method is None and backbone is None
-    method = method or attempt(lambda: find_method(request.method))
+    method = attempt(lambda: find_method(request.method) if method is None else _checked_loss(method))
     seed = attempt(lambda: _parse_seed(request.seed))
     device = attempt(lambda: find_device(request.device))
     precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
@@ -294,6 +294,13 @@ def resolve(
         request=request if is_plain else None,
         own_weights=own.weights if own else None,
     )
+
+
+def _checked_loss(method: type[Method]) -> type[Method]:
+    if getattr(method, "code_hash", None) is None:
+        shown = getattr(method, "__name__", repr(method))
+        raise ConfigError(f"a method must be a name, a .py file that defines one, or a ratp.loss_method; got {shown}.")
+    return method
 
 
 def _own_backbone(request: RunRequest, given: Given | None) -> OwnBackbone | None:
