@@ -40,7 +40,7 @@ def sure_labels(network, images, labels, confidence, memory, *, threshold: float
 
 if __name__ == "__main__":
     if "train" in sys.argv:
-        sizes = {"epochs": 5, "steps": 20, "batch": 32, "lr": 0.01}
+        sizes = {"size": 16, "epochs": 5, "steps": 20, "batch": 32, "lr": 0.01}
         grey = {"grey": Digits(600, 1200, paper=90)}
         result = ratp.fit(Digits(0, 600), grey, method=sure_labels, backbone=small_net, **sizes)
         print(result)

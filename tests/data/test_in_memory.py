@@ -75,6 +75,7 @@ def test_labels_and_class_names_come_along():
 def test_grey_images_get_three_channels():
     for grey in (IMAGES[:, :1], IMAGES[:, 0], [image[0] for image in IMAGES], [p.convert("L") for p in PICTURES]):
         found = read(grey).images
+        assert longest_side(grey, "") == 32
         assert found.shape == IMAGES.shape and torch.equal(found[:, 0], found[:, 2])
 
 

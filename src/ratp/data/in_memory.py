@@ -69,7 +69,8 @@ def longest_side(data: Any, where: str) -> int:
     if is_pair(data):
         data = data[0]
     if isinstance(data, Tensor | np.ndarray):
-        return max(_batch(data[:1], where).shape[2:])
+        first = data[:1, None] if data.ndim == 3 and data.shape[0] not in _CHANNELS else data[:1]
+        return max(_batch(first, where).shape[2:])
     items = _data_set(data, where)
     with _repeatable():
         return max(_split(_item(items, 0, where), where)[0].shape[1:])
@@ -167,7 +168,7 @@ def _batch(images: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
     if given.ndim == 3 and shape[0] not in _CHANNELS:
         given = given[:, None]
     if given.ndim != 4 or 0 in shape:
-        one = " For a single image: images[None]" if given.ndim == 3 else ""
+        one = " For a single image: images[None]; for grey ones: images[:, None]" if given.ndim == 3 else ""
         raise RatpError(f"{where}: images must have the shape (N, 3, height, width), got {shape}.{one}")
     if given.shape[1] not in _CHANNELS and given.shape[3] in _CHANNELS:
         given = given.permute(0, 3, 1, 2)

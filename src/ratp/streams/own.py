@@ -20,9 +20,9 @@ from ratp.streams.folders import RECIPE, domain_name, from_names, from_paths
 from ratp.streams.stream import DataOptions, LoadedDomain, StreamSpec
 from ratp.training.recipe import Recipe
 
-# Images up to this side are trained on by DTN at their own size, larger ones like those in folders.
+# Images up to this side are trained on by DTN, at their own size or 32 pixels; larger ones like those in folders.
 SMALL = 64
-_SMALLEST = 8
+_SMALLEST = 32
 
 
 def own_stream(
