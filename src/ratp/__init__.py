@@ -17,6 +17,10 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from ratp.api.fit import fit as fit
+    from ratp.api.loss import loss_method as loss_method
+    from ratp.api.result import FitResult as FitResult
+    from ratp.api.result import RollbackWarning as RollbackWarning
     from ratp.config import switch as switch
     from ratp.data.domain import LabelledDomain as LabelledDomain
     from ratp.data.domain import UnlabelledDomain as UnlabelledDomain
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from ratp.runs.record import read_run as read_run
     from ratp.runs.request import RunRequest as RunRequest
     from ratp.runs.run import Run as Run
+    from ratp.streams.own import own_stream as own_stream
     from ratp.streams.stream import DataOptions as DataOptions
     from ratp.streams.stream import Stream as Stream
     from ratp.training.memory import Batch as Batch
@@ -60,6 +65,7 @@ _MODULES = {
     "Batches": "training.memory",
     "ConfigError": "errors",
     "DataOptions": "streams.stream",
+    "FitResult": "api.result",
     "LabelledDomain": "data.domain",
     "LoadedRun": "runs.load",
     "Matrix": "evaluation.matrix",
@@ -71,6 +77,7 @@ _MODULES = {
     "OnlineMethod": "training.method",
     "Phase": "training.phase",
     "RatpError": "errors",
+    "RollbackWarning": "api.result",
     "Run": "runs.run",
     "RunDirectoryError": "errors",
     "RunPlan": "runs.plan",
@@ -85,7 +92,10 @@ _MODULES = {
     "UnlabelledDomain": "data.domain",
     "accuracy": "evaluation.accuracy",
     "classify": "training.recipe",
+    "fit": "api.fit",
     "load": "runs.load",
+    "loss_method": "api.loss",
+    "own_stream": "streams.own",
     "pack": "training.method",
     "read_run": "runs.record",
     "register_backbone": "networks.backbones",

@@ -48,6 +48,7 @@ ROOMS = {
         "studies.record",
     },
     "cli": RUN | {"runs", "executors", "studies", "reports"},
+    "api": RUN | {"runs", "cli.console", "cli.progress"},
     "__main__": {"cli"},
 }
 

@@ -18,7 +18,7 @@ POLICY = ROOT.parents[1] / "SECURITY.md"
 # What is allowed, and where: every place is named and justified in SECURITY.md.
 AUDITED = {
     "unpickling": {"networks/torch_checkpoint.py"},  # tensors only
-    "running a file": {"methods/custom.py"},  # a method that the user names
+    "running a file": {"_core/user_code.py"},  # a method or backbone that the user names
     "importing by name": {"__init__.py", "methods/__init__.py", "data/decode/decode.py"},  # from tables in these files
     "starting a process": {"executors/process.py", "data/decode/parallel.py"},  # this Python, without a shell
 }

@@ -104,13 +104,22 @@ class TestWrongImages:
     @pytest.mark.parametrize("method", ["ratp", "tent"])
     def test_wrong_images_are_refused(self, runs, method, images, expected):
         run = ratp.load(runs / method)
-        calls = [run.predict, run.method.predict, run.method.embed]
+        calls = [run.method.predict, run.method.embed]
         for ask in calls + ([run.method.observe] if method == "tent" else []):
             with pytest.raises(RatpError, match=rf"must be a uint8 tensor of shape \(N, 3, 32, 32\), .*{expected}"):
                 ask(images)
 
     def test_advice_works(self, runs):
         run = ratp.load(runs / "ratp")
-        images = IMAGES / 255
-        assert torch.equal(run.predict((255 * images).round().to(torch.uint8)), run.predict(IMAGES))
-        assert run.predict(IMAGES[:, :1].expand(-1, 3, -1, -1)).shape == (20, 4)
+        scores = run.method.predict(IMAGES)
+        assert torch.equal(run.method.predict((255 * (IMAGES / 255)).round().to(torch.uint8)), scores)
+        assert run.method.predict(IMAGES[:, :1].expand(-1, 3, -1, -1)).shape == (20, 4)
+
+    def test_a_run_converts_images(self, runs):
+        run = ratp.load(runs / "ratp")
+        scores = run.predict(IMAGES)
+        for images in (IMAGES / 255, IMAGES.permute(0, 2, 3, 1).numpy(), list(IMAGES), [(i, 0) for i in IMAGES]):
+            assert torch.equal(run.predict(images), scores)
+        assert run.predict(IMAGES[:, :1, :16]).shape == (20, 4)
+        with pytest.raises(RatpError, match=r"images must be uint8 or floats of 0 to 1, got torch.int64"):
+            run.predict(IMAGES.long())

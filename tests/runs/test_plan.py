@@ -26,6 +26,7 @@ from ratp.runs.record import read_run
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
 from ratp.streams import STREAMS, find_stream
+from ratp.streams.own import own_stream
 from ratp.streams.stream import make_stream
 from ratp.training.method import Method
 from ratp.training.recipe import Recipe
@@ -411,8 +412,8 @@ class TestWeights:
 
 class TestImagesInMemory:
     def planned(self, domains, **changes):
-        request = RunRequest(stream="digits", method="source-only", device="cpu", changes={**TINY, **changes})
-        return resolve(request).on("mine", domains)
+        request = RunRequest(method="source-only", device="cpu", changes={**TINY, **changes})
+        return resolve(request, stream=own_stream(domains[0], domains[1:], name="mine"))
 
     def test_guide_example_works(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -422,7 +423,7 @@ class TestImagesInMemory:
         kernels = '"steps": 1, "randmix.kernel_sizes": "3,5"'  # for the sake of time
         exec(snippet.replace('"steps": 5', kernels), {})
         record = read_run(Path("runs/mine"))
-        assert (record.config["stream"], record.matrix.complete) == ("mine", True)
+        assert (record.config["stream"], record.matrix.complete) == ("own", True)
         assert [math.isnan(value) for value in record.matrix.accuracy[0]] == [False, False, True]
         assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
 
@@ -430,10 +431,10 @@ class TestImagesInMemory:
         ("options", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]
     )
     def test_images_in_memory_are_guarded_like_folders(self, options, mode):
-        plan = resolve(RunRequest(stream="digits", method="source-only", device="cpu", **options))
-        assert plan.guard == options.get("guard", "record")  # the benchmark's own images
-        assert plan.on("mine", toy_domains()).guard == mode
-        assert plan.on("mine", toy_domains()).on("mine", toy_domains()).guard == mode
+        source, *targets = toy_domains()
+        request = RunRequest(method="source-only", device="cpu", **options)
+        assert resolve(request).guard == options.get("guard", "record")  # the demo's own images
+        assert resolve(request, stream=own_stream(source, targets)).guard == mode
 
     def test_images_in_memory_can_be_driven_by_hand(self):
         plan = self.planned(toy_domains())
@@ -458,12 +459,11 @@ class TestImagesInMemory:
 
     def test_mistakes(self):
         source, target, *_ = toy_domains()
-        with pytest.raises(ConfigError, match=r"images of 32×32, the plan of 48×48.*changes={'size': 32}"):
-            self.planned([source, target], size=48)
-        with pytest.raises(ConfigError, match="two domains are called"):
-            self.planned([source, target, target]).load_stream()
+        assert self.planned([source, target], size=48).load_stream().image_size == (48, 48)
+        with pytest.raises(ConfigError, match="two domains have the same name"):
+            self.planned([source, target, target])
         with pytest.raises(ConfigError, match="at least one target"):
-            self.planned([source]).load_stream()
+            self.planned([source])
 
 
 HEAD = '''

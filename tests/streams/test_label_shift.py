@@ -22,6 +22,7 @@ from ratp.runs.plan import resolve
 from ratp.runs.record import read_run
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
+from ratp.streams.own import own_stream
 from ratp.studies.execute import run_study
 from ratp.studies.file import read_study
 from tiny_study import grid, study_file
@@ -155,17 +156,18 @@ class TestWhatDecides:
         assert plain.fingerprints["ink"] == shifted.fingerprints["ink"]
 
     def test_images_in_memory_are_shifted_too(self):
-        plan = resolve(RunRequest(changes={**TINY, "label_shift": "half"}, device="cpu"))
-        stream = plan.on("mine", toy_domains(**BIG)).load_stream()
+        source, *targets = toy_domains(**BIG)
+        request = RunRequest(changes={**TINY, "label_shift": "half"}, device="cpu")
+        stream = resolve(request, stream=own_stream(source, targets)).load_stream()
         assert [sizes(test) for test in stream.tests[1:]] == [[30, 30], [40, 40]]
 
 
 class TestMistakes:
     def test_without_labels(self):
         ink, mud, _ = toy_domains(**BIG)
-        plan = resolve(RunRequest(changes={**TINY, "label_shift": "half"}, device="cpu"))
+        request = RunRequest(changes={**TINY, "label_shift": "half"}, device="cpu")
         with pytest.raises(ConfigError, match="'mud' has no labels, and label_shift=half chooses images by"):
-            plan.on("mine", [ink, mud.unlabelled()]).load_stream()
+            resolve(request, stream=own_stream(ink, mud.unlabelled())).load_stream()
 
     def test_too_few_images(self):
         with pytest.raises(ConfigError, match=r"'mud': label_shift=half leaves 4 of its 8 images, and at least 8"):

@@ -39,6 +39,14 @@ def predict(
         Path | None,
         typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
     ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="A backbone of your own that the run has. Its code is executed.",
+            show_default=False,
+        ),
+    ] = None,
     on_bad_image: OnBadImage = "stop",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
     quiet: Quiet = False,
@@ -57,7 +65,7 @@ def predict(
     from ratp.runs.load import load
     from ratp.runs.predictions import as_csv
 
-    loaded = load(run, device=device, method=method)
+    loaded = load(run, device=device, method=method, backbone=backbone)
     with decoding(stderr(), quiet=quiet or json_) as report:
         progress = None if report is None else partial(report, "images")
         found = loaded.predict_files(images, on_bad=options.on_bad, progress=progress)

@@ -68,6 +68,16 @@ def follow_all(
     return results
 
 
+@contextmanager
+def shown(run: Run, console: Console, *, quiet: bool) -> Iterator[Callable[[Event], None]]:
+    """Yields a function that shows the events of a run, for a caller that executes it."""
+    if quiet:
+        yield lambda event: None
+        return
+    with _displays([run], console) as show:
+        yield _Watcher(show(run, None)).see
+
+
 class Stop:
     """Remembers a signal to stop. The first waits for :meth:`check` between two steps unless ``at_once``."""
 

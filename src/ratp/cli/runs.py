@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ratp._core.files import safe_name
+from ratp._core.user_code import split_file
 from ratp.cli import options as opt
 from ratp.cli.console import (
     data_options,
@@ -118,6 +119,8 @@ def run(
     With --after, a finished run continues with the next domain.
     """
     request_changes, problems = _parse_changes(changes or [])
+    in_file = split_file(request_changes.get("network.backbone", "")) is not None
+    backbone = request_changes.pop("network.backbone") if in_file else None
     at_once = parse_jobs(jobs, problems)
     if not save_every >= 0:
         problems.append(f"--save-every takes seconds, 0 or more, got {save_every:g}; e.g. --save-every 60.")
@@ -154,6 +157,7 @@ def run(
                 weights=weights,
                 guard=guard,
                 online=online,
+                backbone=backbone,
             )
             for method, order, seed in combinations
         ]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
-import sys
 import traceback
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import ModuleType
 
+from ratp._core.user_code import USER_MODULE, load_file
 from ratp.errors import ConfigError
 from ratp.training.method import Method
 
-_MODULE = "ratp_user_method_"
 _DESCRIPTION = ("name", "title", "family", "paper", "config_type")
 
 
 def from_file(path: Path) -> type[Method]:
     """Returns the method that a Python file defines."""
-    module = _loaded(path)
+    module = load_file(path, "method")
     own = [
         item
         for item in vars(module).values()
@@ -41,15 +37,15 @@ def from_file(path: Path) -> type[Method]:
 
 
 def file_hash(method: type[Method]) -> str | None:
-    """Returns the sha256 of a custom method's file, which identifies it; None for built-in methods."""
-    _, marker, digest = method.__module__.partition(_MODULE)
-    return digest if marker else None
+    """Returns the sha256 that identifies a custom method: of its file, or of its code; None for built-in methods."""
+    _, marker, digest = method.__module__.partition(USER_MODULE)
+    return digest if marker else method.code_hash
 
 
 def own_traceback(error: Exception) -> str | None:
     """Returns the traceback of an error in a custom method, reduced to its file; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = {f.f_code.co_filename for f in frames if str(f.f_globals.get("__name__")).startswith(_MODULE)}
+    files = {f.f_code.co_filename for f in frames if str(f.f_globals.get("__name__")).startswith(USER_MODULE)}
     if not files:
         return None
     shortened = traceback.TracebackException.from_exception(error)
@@ -58,20 +54,3 @@ def own_traceback(error: Exception) -> str | None:
         part.stack = traceback.StackSummary.from_list([line for line in part.stack if line.filename in files])
         part = part.__cause__ or part.__context__
     return f"the run ended with an error in the file of its method:\n{''.join(shortened.format()).rstrip()}"
-
-
-def _loaded(path: Path) -> ModuleType:
-    """Loads the file as a module, named by a hash of its contents."""
-    if not path.is_file():
-        raise ConfigError(f"method file {str(path)!r} does not exist.")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"{_MODULE}{digest}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ConfigError(f"method file {str(path)!r} cannot be loaded: {type(error).__name__}: {error}.") from error
-    return module

@@ -47,11 +47,20 @@ class ChannelDropout(nn.Module):
         if not self.training:
             return None
         keep = torch.rand(x.shape[:2], generator=self.generator, device=x.device) >= self.probability
-        return keep / (1 - self.probability)
+        return keep / max(1 - self.probability, 1e-9)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelDropout:
         """Copies all but the generator: two modules sharing one would shift each other's numbers."""
-        return ChannelDropout(self.probability).train(self.training)
+        return type(self)(self.probability).train(self.training)
+
+
+class ElementDropout(ChannelDropout):
+    """Drops single values while training, with its own random generator, like ``nn.Dropout``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zeroes values and scales up the rest."""
+        keep = self.draw(x.flatten(1))
+        return x if keep is None else x * keep.reshape(x.shape).to(x.dtype)
 
 
 class DTN(nn.Sequential):
@@ -242,7 +251,9 @@ def _measure(model: nn.Module, name: str, image_size: tuple[int, int]) -> int:
         model.train(was)
     if not isinstance(features, Tensor) or features.ndim != 2:
         found = _by(features.shape[1:]) if isinstance(features, Tensor) else type(features).__name__
-        raise ConfigError(f"{name} gives no feature vectors but {found}: take another backbone.")
+        raise ConfigError(
+            f"{name} gives no feature vectors but {found}: end it with nn.Flatten(), or take another backbone."
+        )
     return features.shape[1]
 
 

@@ -21,12 +21,13 @@ from ratp.config import override
 from ratp.data.cache.decoded import OnBad
 from ratp.data.cache.manifest import describe_all_bad, describe_refused
 from ratp.data.decode.parallel import Progress
-from ratp.data.domain import check_images
+from ratp.data.in_memory import read_images
 from ratp.data.read.listing import Unreadable, why_unsupported
 from ratp.data.read.paths import decode_part, list_images
 from ratp.errors import ConfigError, Note, RatpError, RunDirectoryError, unknown
 from ratp.methods import METHODS
 from ratp.methods.custom import file_hash, from_file
+from ratp.networks.own import Given, describe_missing, plain_name, register_own
 from ratp.runs.predictions import Prediction, predictions_of
 from ratp.runs.record import fingerprint_of, read_config
 from ratp.runs.states import State, States
@@ -90,14 +91,14 @@ class LoadedRun:
     together: bool
     _device: torch.device
 
-    def predict(self, images: Tensor) -> Tensor:
+    def predict(self, images: Any) -> Tensor:
         """Returns logits of images, shape (N, classes).
 
         Args:
-            images: uint8 tensor of shape (N, 3, height, width), with height and width as in :attr:`image_size`.
+            images: A batch of images (tensor or array; uint8, or floats of 0 to 1), a map-style data set, a
+                ``DataLoader``, or a list of PIL images. They are resized to :attr:`image_size`; labels are ignored.
         """
-        check_images(images, self.image_size)
-        return self.method.predict(images)
+        return self.method.predict(read_images(images, self.image_size, "the images to predict").images)
 
     def predict_files(
         self, paths: Iterable[Path | str] | Path | str, *, on_bad: OnBad = "stop", progress: Progress | None = None
@@ -135,7 +136,13 @@ class LoadedRun:
         return chunk * max(1, _CHUNK_BYTES // (chunk * 3 * height * width))
 
 
-def load(path: Path | str, *, device: str = "auto", method: Path | str | None = None) -> LoadedRun:
+def load(
+    path: Path | str,
+    *,
+    device: str = "auto",
+    method: Path | str | type[Method] | None = None,
+    backbone: Given | None = None,
+) -> LoadedRun:
     """Loads a trained method for predictions on other images.
 
     For an unfinished run, it takes the last finished stage, with a warning.
@@ -143,11 +150,15 @@ def load(path: Path | str, *, device: str = "auto", method: Path | str | None = 
     Args:
         path: The run directory; nothing else is read, and nothing is written.
         device: Where to compute: ``cpu``, ``cuda``, ``cuda:1``, …, or ``auto``.
-        method: The file of a custom method, a program that is run only because you name it.
+        method: The ``ratp.loss_method``, or the file of a custom method, which is run only because you name it.
+        backbone: The backbone of your own that the run has: a module, a class or function that builds one, or
+            ``FILE.py:NAME``. It needs the same layers; its weights come from the run. Not needed in the process that
+            trained the run.
     """
     folder = Path(path)
     config = _read_config(folder)
     kind = _find_method(folder, config, method)
+    _find_backbone(folder, config, backbone)
     where = find_device(device)
     precision = find_precision(_precision_of(folder), where)
     state = _last_state(folder, config)
@@ -178,7 +189,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _find_method(folder: Path, config: Mapping[str, Any], given: Path | str | None) -> type[Method]:
+def _find_backbone(folder: Path, config: Mapping[str, Any], given: Given | None) -> None:
+    """Registers the own backbone of a run. Like the file of a method, it is never searched for."""
+    recorded = str(config["recipe"].get("network.backbone"))
+    if given is None and (problem := describe_missing(recorded)):
+        raise ConfigError(f"{folder}: {problem}")
+    if given is not None and plain_name(recorded) == recorded:
+        raise ConfigError(f"{folder} has the backbone {recorded}, which needs none of your own: leave it out.")
+    if given is not None:
+        register_own(given, recorded)
+
+
+def _find_method(folder: Path, config: Mapping[str, Any], given: Path | str | type[Method] | None) -> type[Method]:
     """Returns the class of a run's method. The file of a custom method is never searched for: the user must name it."""
     name, digest = config["method"], config.get("method_file")
     if digest is None and given is not None:
@@ -189,9 +211,10 @@ def _find_method(folder: Path, config: Mapping[str, Any], given: Path | str | No
         return METHODS[name]
     if given is None:
         raise ConfigError(
-            f"{folder} is a run of {name!r}, a custom method. Give its file, whose code then runs: --method FILE.py"
+            f"{folder} is a run of {name!r}, a custom method. Give its file, whose code then runs: --method FILE.py. "
+            "In Python, ratp.load(path, method=…) also takes the ratp.loss_method itself."
         )
-    method = from_file(Path(given))
+    method = given if isinstance(given, type) else from_file(Path(given))
     if file_hash(method) != digest:
         raise RunDirectoryError(
             f"{folder} is a run of {name!r} from another file than {given}, or the file has been edited "

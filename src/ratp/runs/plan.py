@@ -23,6 +23,7 @@ from ratp.guard.watch import ACT, MODES, Mode
 from ratp.methods import METHODS, find_method
 from ratp.methods.custom import file_hash
 from ratp.networks.backbones import is_pretrained
+from ratp.networks.own import Given, OwnBackbone, plain_name, register_own
 from ratp.networks.weights import Weights, find_weights
 from ratp.runs import DEFAULT_PRESET
 from ratp.runs.record import LABEL_SHIFT, RunRecord, fingerprint_of
@@ -30,7 +31,7 @@ from ratp.runs.request import RunRequest, check_types
 from ratp.streams import FOLDERS, STREAMS, find_stream
 from ratp.streams.folders import from_paths, without_labels
 from ratp.streams.label_shift import shift_labels
-from ratp.streams.stream import DataOptions, Domain, LoadedDomain, Stream, StreamSpec, make_stream, parse_order
+from ratp.streams.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.training.method import Method, Setting
 from ratp.training.recipe import Recipe, follow_backbone
 from ratp.training.source_cache import SourceModels
@@ -58,7 +59,8 @@ class RunPlan:
         precision: Numerical precision.
         guard: Whether to judge stages, and whether to undo those that are refused.
         online: Whether to measure every target as it streams past before its stage; it changes no other result.
-        request: The request it was resolved from, so that another process can resolve it again; None if there is none.
+        request: The request it was resolved from, so that another process can resolve it again; None if it cannot.
+        own_weights: Initial weights of a backbone that was given as a module.
     """
 
     spec: StreamSpec
@@ -76,10 +78,13 @@ class RunPlan:
     guard: Mode = "record"
     online: bool = False
     request: RunRequest | None = field(default=None, repr=False, compare=False)
+    own_weights: Weights | None = field(default=None, repr=False)
 
     @cached_property
     def weights(self) -> Weights | None:
         """Initial weights of the backbone, downloaded on first use if need be; None for random ones."""
+        if self.own_weights is not None:
+            return self.own_weights
         return (
             None if self.weights_from == NO_WEIGHTS else find_weights(self.weights_from, self.recipe.network.backbone)
         )
@@ -87,7 +92,7 @@ class RunPlan:
     @property
     def weights_known(self) -> str:
         """The weights as far as known without a download: the sha256 of a file, ``imagenet`` or ``none``."""
-        is_file = self.weights_from not in (NO_WEIGHTS, PUBLISHED)
+        is_file = self.own_weights is not None or self.weights_from not in (NO_WEIGHTS, PUBLISHED)
         return self.weights.sha256 if is_file and self.weights else self.weights_from
 
     def prefetch_weights(self) -> None:
@@ -111,35 +116,6 @@ class RunPlan:
         kind = self.recipe.label_shift
         shift = kind if kind != "none" else "missing" if self.recipe.shifts_labels else ""
         return "-".join(filter(None, (self.spec.name, shift, self.method.name, str(self.seed))))
-
-    def on(self, name: str, domains: Sequence[Domain]) -> RunPlan:
-        """Returns the same plan on images in memory; such a run can only be executed in this process.
-
-        Unless the request chose otherwise, the guard acts, as on any images of the user's own.
-
-        Args:
-            name: Name of their stream.
-            domains: The source first, with labels; then the targets as they arrive, with labels or without.
-        """
-        size = self.recipe.size
-        other = [domain for domain in domains if tuple(domain.images.shape[2:]) != (size, size)]
-        if other:
-            height, width = other[0].images.shape[2:]
-            raise ConfigError(
-                f"domain {other[0].name!r} has images of {height}×{width}, the plan of {size}×{size}: resize them, or "
-                f"request another size, e.g. changes={{'size': {height}}}."
-            )
-        order, title = tuple(domain.name for domain in domains), "images in memory"
-        spec = StreamSpec(
-            name=name,
-            title=title,
-            domains=dict.fromkeys(order, title),
-            orders={"default": order},
-            recipe=self.recipe,
-            load=lambda codes, size, options: [LoadedDomain(domain) for domain in domains],
-        )
-        guard = ACT if self.request is not None and self.request.guard == "auto" else self.guard
-        return replace(self, spec=spec, order=order, guard=guard, request=None)
 
     def load_stream(self) -> Stream:
         """Loads the domains."""
@@ -230,8 +206,21 @@ class RunPlan:
         return {**about, **decisions, "fingerprint": fingerprint_of(decisions)}
 
 
-def resolve(request: RunRequest) -> RunPlan:
-    """Checks a request and fills in every value."""
+def resolve(
+    request: RunRequest,
+    *,
+    stream: StreamSpec | None = None,
+    method: type[Method] | None = None,
+    backbone: Given | None = None,
+) -> RunPlan:
+    """Checks a request and fills in every value.
+
+    Args:
+        request: The request.
+        stream: A stream to use instead of the one that the request names, from :func:`ratp.own_stream`.
+        method: A method to use instead of the one that the request names, from :func:`ratp.loss_method`.
+        backbone: A backbone of your own: a module, a class or function that builds one, or ``FILE.py:NAME``.
+    """
     check_types(request)
     problems: list[str] = []
 
@@ -242,8 +231,11 @@ def resolve(request: RunRequest) -> RunPlan:
             problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
             return None
 
-    spec = attempt(lambda: _find_stream(request))
-    method = attempt(lambda: find_method(request.method))
+    spec = stream or attempt(lambda: _find_stream(request))
+    own = attempt(lambda: _own_backbone(request, request.backbone if backbone is None else backbone))
+    changes = {**request.changes, "network.backbone": own.name} if own else request.changes
+    is_plain = stream is None and method is None and backbone is None
+    method = attempt(lambda: find_method(request.method) if method is None else _checked_loss(method))
     seed = attempt(lambda: _parse_seed(request.seed))
     device = attempt(lambda: find_device(request.device))
     precision = attempt(lambda: find_precision(request.precision, device or torch.device("cpu")))
@@ -261,23 +253,23 @@ def resolve(request: RunRequest) -> RunPlan:
     possible = [base] if base is not None else [m.config_type() for m in ([method] if method else METHODS.values())]
     sizes = spec.recipe if spec else Recipe()
     default_backbone = sizes.network.backbone
-    backbone = str(request.changes.get("network.backbone", default_backbone)).strip()
-    if method and base is not None and is_pretrained(backbone):
+    named = str(changes.get("network.backbone", default_backbone)).strip()
+    if method and base is not None and is_pretrained(named):
         base = override(base, method.large)
         possible = [base]
     if spec and method and (values := method.stream_values.get((spec.values or spec.name, request.preset))):
         sizes, base = _change(sizes, possible, values)
         possible = [base]
-    sizes = attempt(lambda: follow_backbone(sizes, request.changes)) or sizes
+    sizes = attempt(lambda: follow_backbone(sizes, changes)) or sizes
     if method and base is not None:
         sizes = attempt(lambda: override(sizes, preset_sizes(method, request.preset))) or sizes
-    changed = attempt(lambda: _change(sizes, possible, request.changes))
+    changed = attempt(lambda: _change(sizes, possible, changes))
     if method and changed:
         attempt(lambda: method.check_recipe(changed[0]))
-    backbone = (changed[0] if changed else sizes).network.backbone
-    weights = _weights_from(request.weights, backbone)
+    named = (changed[0] if changed else sizes).network.backbone
+    weights = _weights_from(request.weights, named)
     if weights not in (NO_WEIGHTS, PUBLISHED):  # check a file now; a download can wait for the run
-        attempt(lambda: find_weights(weights, backbone))
+        attempt(lambda: find_weights(weights, named))
     if problems:
         raise ConfigError(problems)
     assert spec and method and order and changed and device and precision and guard and seed is not None
@@ -299,8 +291,28 @@ def resolve(request: RunRequest) -> RunPlan:
         precision=precision,
         guard=guard,
         online=request.online,
-        request=request,
+        request=request if is_plain else None,
+        own_weights=own.weights if own else None,
     )
+
+
+def _checked_loss(method: type[Method]) -> type[Method]:
+    if getattr(method, "code_hash", None) is None:
+        shown = getattr(method, "__name__", repr(method))
+        raise ConfigError(f"a method must be a name, a .py file that defines one, or a ratp.loss_method; got {shown}.")
+    return method
+
+
+def _own_backbone(request: RunRequest, given: Given | None) -> OwnBackbone | None:
+    """Registers a backbone of the user's own, if there is one."""
+    if given is None:
+        return None
+    own = register_own(given)
+    if "network.backbone" in request.changes:
+        raise ConfigError(f"two backbones are given: {plain_name(own.name)} and network.backbone. Leave one out.")
+    if own.weights and request.weights not in ("auto", NO_WEIGHTS):
+        raise ConfigError(f"the backbone {plain_name(own.name)} has weights of its own: leave out the weights.")
+    return own
 
 
 def with_current_defaults(record: RunRecord) -> RunRecord:
@@ -324,7 +336,7 @@ def with_current_defaults(record: RunRecord) -> RunRecord:
 
 def _default_guard(spec: StreamSpec) -> Mode:
     """The guard acts on a user's own images and only records on built-in streams, so that it changes no result."""
-    return ACT if spec.values == FOLDERS else "record"
+    return ACT if spec.values == FOLDERS or spec.name not in STREAMS else "record"
 
 
 def _find_guard(name: str, spec: StreamSpec | None) -> Mode:

@@ -42,6 +42,8 @@ class RunRequest:
             no list.
         online: Whether to stream every target past a copy of the model once, before the stage that trains on it, and
             to measure the accuracy meanwhile. It changes no other result.
+        backbone: A backbone of your own as ``FILE.py:NAME``, a program that is run only because you name it here; of
+            the usual backbones, ``changes`` names one.
     """
 
     stream: str = "demo"
@@ -60,6 +62,7 @@ class RunRequest:
     guard: str = "auto"
     unlabelled: Sequence[Path | str] = ()
     online: bool = False
+    backbone: str | None = None
 
     def __post_init__(self) -> None:
         """Turns the values into plain data."""
@@ -84,6 +87,7 @@ def check_types(request: RunRequest) -> None:
         "targets": (Sequence, "a list of paths, e.g. ['pictures/rain', 'pictures/night']"),
         "unlabelled": (Sequence, "a list of names or paths of targets, e.g. ['night']"),
         "online": (bool, "True or False"),
+        "backbone": (str | None, "FILE.py:NAME, e.g. 'my_net.py:TinyNet'"),
         "data": (DataOptions, "DataOptions, e.g. DataOptions(on_bad='skip')"),
     }
     problems = []

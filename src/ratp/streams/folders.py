@@ -53,6 +53,13 @@ def from_paths(source: Path, targets: Sequence[Path]) -> StreamSpec:
     return _spec(FOLDERS, dict(zip(_names(paths), paths, strict=True)), order=None, recipe=RECIPE)
 
 
+def from_names(paths: Mapping[str, Path]) -> StreamSpec:
+    """Builds a stream from named folders or zips in their order of arrival, the source first."""
+    if again := _twice([*paths.values()]):
+        raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
+    return _spec(FOLDERS, paths, order=None, recipe=RECIPE)
+
+
 def from_root(root: Path) -> StreamSpec:
     """Builds the stream of all domains in a folder; the user must give the order."""
     try:
@@ -74,7 +81,7 @@ def from_root(root: Path) -> StreamSpec:
             f"{root} holds {len(found)} folder(s) or zip(s): a stream needs a source and at least one target."
         )
     paths = dict(zip(_names(found), found, strict=True))
-    name = _name(root) or FOLDERS
+    name = domain_name(root) or FOLDERS
     return replace(_spec(name, paths, order=None, recipe=RECIPE), needs_order=True)
 
 
@@ -218,7 +225,7 @@ def _spec(
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """Names every domain after its folder or zip, with the parent folder if two have the same name."""
-    plain = [_name(path) for path in paths]
+    plain = [domain_name(path) for path in paths]
     twice = {name for name, count in Counter(plain).items() if count > 1}
     names = [
         f"{Path(os.path.realpath(path)).parent.name}/{n}" if n in twice else n
@@ -230,6 +237,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _name(path: Path) -> str:
+def domain_name(path: Path) -> str:
+    """Returns the name of a domain: that of its folder or zip."""
     named = path if path.name not in ("", "..") else Path(os.path.realpath(path))
     return (named.stem if named.suffix.lower() == ".zip" and not named.is_dir() else named.name) or str(named)

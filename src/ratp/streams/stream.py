@@ -6,6 +6,7 @@ in :attr:`Stream.answers`, for methods that declare that they use target labels.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,12 @@ class LoadedDomain:
     origin: str | None = None  # how it differs from the published data, e.g. that it was rebuilt
     files: tuple[str, ...] = ()  # file name of every image, if they come from files
     notes: tuple[str, ...] = ()  # what the user should know
+    test: LabelledDomain | None = None  # its test set, if it is no part of the domain
+
+    def fingerprint(self) -> str:
+        """Identifies the domain and its test set."""
+        own = self.domain.fingerprint()
+        return own if self.test is None else hashlib.sha256(f"{own} {self.test.fingerprint()}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -172,18 +179,25 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     parts = [item.domain for item in loaded]
     source = _checked(parts)
     randomness = Randomness(seed)
-    if source.held_out is None:
+    given = loaded[0].test
+    if source.held_out is None and given is None:
         held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
         source = replace(source, held_out=held_out)
-    train, test = _train_and_test(source)
+    train, test = (source, given) if given else _train_and_test(source)
     tests: list[LabelledDomain | None] = [test]
     targets: list[UnlabelledDomain] = []
     answers: list[LabelledDomain | None] = []
-    for target in parts[1:]:
+    for item in loaded[1:]:
+        target = item.domain
         if isinstance(target, UnlabelledDomain):
             targets.append(target)
-            tests.append(None)
+            tests.append(item.test)
             answers.append(None)
+            continue
+        if item.test:
+            targets.append(target.unlabelled())
+            tests.append(item.test)
+            answers.append(target)
             continue
         if target.held_out is None and hold_out:
             # independent of the labels, which a target does not have
@@ -201,7 +215,7 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         targets=tuple(targets),
         tests=tuple(tests),
         answers=tuple(answers),
-        fingerprints={part.name: part.fingerprint() for part in parts},
+        fingerprints={item.domain.name: item.fingerprint() for item in loaded},
         origins={item.domain.name: item.origin for item in loaded if item.origin},
         files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
         notes=tuple(note for item in loaded for note in item.notes),

@@ -131,6 +131,7 @@ class Method(Stateful, ABC):
         stream_values: Values for single streams, by stream and preset; they may change the stream's recipe.
         needs: What it requires, in a few words: source data, memory, passes over a domain.
         ignores_targets: Whether targets change nothing, so that it is not measured again. Not inherited.
+        code_hash: sha256 of its code, if it is neither built in nor in a file of its own.
     """
 
     name: ClassVar[str]
@@ -143,6 +144,7 @@ class Method(Stateful, ABC):
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {}
     needs: ClassVar[str] = ""
     ignores_targets: ClassVar[bool] = False
+    code_hash: ClassVar[str | None] = None
 
     _knows_source = False
 
