@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class Stream:
         fingerprints: By domain, the hash of its files, or of its images and labels if there are no files.
         origins: By domain, how it differs from the published data.
         files: File names of the domains without labels.
+        test_files: By domain with labels, the file names of its test images, if they come from files.
         notes: What the user should know about the images.
     """
 
@@ -98,6 +100,7 @@ class Stream:
     origins: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    test_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -108,6 +111,20 @@ class Stream:
     def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
         """The targets without labels."""
         return tuple(target for target, test in zip(self.targets, self.tests[1:], strict=True) if test is None)
+
+    @property
+    def image_counts(self) -> dict[str, dict[str, Any]]:
+        """By domain, its images for training and for testing (None without labels), and whether they are the same."""
+        trained: tuple[Domain, ...] = (self.source, *self.targets)
+        same = (False, *(a is b for a, b in zip(self.answers, self.tests[1:], strict=True)))
+        return {
+            part.name: {
+                "trained": len(part),
+                "tested": None if test is None else len(test),
+                "same": test is not None and both,
+            }
+            for part, test, both in zip(trained, self.tests, same, strict=True)
+        }
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -177,9 +194,11 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         source = replace(source, held_out=held_out)
     train, test = _train_and_test(source)
     tests: list[LabelledDomain | None] = [test]
+    test_files = {source.name: _test_files(loaded[0].files, source)}
     targets: list[UnlabelledDomain] = []
     answers: list[LabelledDomain | None] = []
-    for target in parts[1:]:
+    for item in loaded[1:]:
+        target = item.domain
         if isinstance(target, UnlabelledDomain):
             targets.append(target)
             tests.append(None)
@@ -194,6 +213,7 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         targets.append(seen.unlabelled())
         tests.append(test)
         answers.append(seen)
+        test_files[target.name] = _test_files(item.files, target)
     return Stream(
         name=name,
         order=tuple(part.name for part in parts),
@@ -205,7 +225,13 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         origins={item.domain.name: item.origin for item in loaded if item.origin},
         files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
         notes=tuple(note for item in loaded for note in item.notes),
+        test_files={name: files for name, files in test_files.items() if files},
     )
+
+
+def _test_files(files: tuple[str, ...], domain: LabelledDomain) -> tuple[str, ...]:
+    """Returns the file names of a domain's test images."""
+    return files if domain.held_out is None else tuple(compress(files, domain.held_out.tolist()))
 
 
 def _checked(parts: Sequence[Domain]) -> LabelledDomain:
