@@ -151,24 +151,16 @@ def method_legend(figure: Figure, names: Mapping[int, str]) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, borderaxespad=0.2)
 
 
-def percent_axis(axes: Sequence[Axes], values: Sequence[float], foot: float = 0.03) -> None:
-    """Gives all panels one accuracy axis, from the multiple of ten below the lowest value, less a margin, to 100."""
-    low = floor_of(values)
-    step = 20 if 100 - low > 50 else 10
+def percent_axis(axes: Sequence[Axes], foot: float = 0.03) -> None:
+    """Gives all panels one accuracy axis from 0 to 100, with a margin of ``foot`` below."""
     for ax in axes:
-        ax.set_ylim(low - (100 - low) * foot, 100 + (100 - low) * 0.03)
-        ax.set_yticks(np.arange(100, low - 1, -step)[::-1])
+        ax.set_ylim(-100 * foot, 103)
+        ax.set_yticks(np.arange(0, 101, 20))
         ax.grid(axis="y")
         if first_column(ax):
             ax.set_ylabel("accuracy (%)")
         else:
             ax.tick_params(axis="y", length=0)
-
-
-def floor_of(values: Sequence[float]) -> int:
-    """The multiple of ten below the lowest percentage, at most 80 so that small differences do not look large."""
-    measured = [value for value in values if not math.isnan(value)]
-    return min(80, 10 * math.floor(min(measured, default=0) / 10))
 
 
 def first_column(ax: Axes) -> bool:
