@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,13 +31,11 @@ def reliability(last: Mapping[str, Details]) -> Figure:
             bins = [one for one in found.bins if one.images]
             x = [100 * one.confidence / one.images for one in bins]
             y = [100 * one.right / one.images for one in bins]
-            ax.plot(
-                x,
-                y,
-                label=f"{plain(name, 26, lines=1)}, error {found.calibration_error:.1f}",
-                markersize=4,
-                **line_style(index),
-            )
+            label = f"{plain(name, 26, lines=1)}, error {found.calibration_error:.1f}"
+            style = line_style(index)
+            ax.plot(x, y, label=label, **style | {"linewidth": 1, "markersize": 3})
+            areas = [160 * one.images / found.images for one in bins]
+            ax.scatter(x, y, s=areas, color=style["color"], alpha=0.35, linewidths=0)
         ax.set_xlim(-2, 102)
         ax.set_ylim(-2, 102)
         ax.grid(True)
@@ -74,6 +73,8 @@ def loss_curves(runs: Sequence[tuple[str, RunRecord]]) -> Figure | None:
         figure, axes = panels(len(known), 3.4 if few else 2.6, 2.3 if few else 1.9, columns=columns, share_y=False)
         for ax, (name, run, losses) in zip(axes, known, strict=True):
             _loss_panel(ax, run, losses)
+            beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 7}
+            ax.legend(handlelength=1.2, labelspacing=0.2, **(beside if few else {"fontsize": 5.5}))
             ax.set_title(plain(name, 36 if few else 28, lines=1), pad=13)
     return figure
 
@@ -105,4 +106,3 @@ def _loss_panel(ax: Axes, run: RunRecord, losses: Losses) -> None:
         ax.set_yscale("log")
     ax.tick_params(labelsize=7)
     ax.set_xlabel("epoch", fontsize=7.5)
-    ax.legend(fontsize=6, handlelength=1.2, loc="upper right", labelspacing=0.2)

@@ -22,6 +22,7 @@ from ratp.errors import Note, RunDirectoryError
 from ratp.evaluation.matrix import METRICS, best_two, mean_of
 from ratp.reports import markup
 from ratp.reports.details import (
+    BASELINE,
     INTERVAL,
     Confusions,
     RunDetails,
@@ -54,7 +55,8 @@ from ratp.runs.record import RunRecord, is_undone
 
 Kind = Literal["png", "svg"]
 _MOST_NAMED = 3  # methods that share a best number
-_MANY = 5  # lines from which tables are sorted, and heat maps left to them
+_MANY = 5  # methods, beyond which tables are sorted and pictures show these and the baseline
+_SMALL = 110  # dots per inch of pictures with many pixels
 
 # The most domains that pictures show: there is a panel for each domain, with all domains on its axis.
 MOST_DRAWN = 24
@@ -214,18 +216,19 @@ def page_html(
 def _drawn(section: Section, details: Sequence[RunDetails]) -> dict[tuple[str, Kind], bytes]:
     """The figures of a section as files, by name and kind."""
     drawn: dict[tuple[str, Kind], bytes] = {}
-    groups = section.groups
+    groups = _pictured(section)
     if len(section.order) > MOST_DRAWN:
         what = f"{section.stream} has {len(section.order)} domains, and pictures show up to {MOST_DRAWN}"
         warnings.warn(f"pictures are left out: {what}", PictureWarning, stacklevel=2)
         return drawn
-    losses = [(part.name, part.runs[0]) for part in section.parts]
     figures: dict[str, Figure | None] = {"matrix": matrix_heatmap(groups), "curves": accuracy_curves(groups)}
-    figures |= {"unfamiliar": unfamiliar_curves(groups), "losses": loss_curves(losses)}
+    figures |= {"unfamiliar": unfamiliar_curves(groups)}
     figures |= {f"calibration-{place}": reliability(one.last) for place, one in enumerate(details) if one.last}
     for name, figure in figures.items():
         if figure is not None:
             drawn |= {(name, "png"): encode(figure, "png"), (name, "svg"): encode(figure, "svg")}
+    if losses := loss_curves([(part.name, part.runs[0]) for part in section.parts]):
+        drawn["losses", "png"] = encode(losses, "png", _SMALL)
     sampled = _sampled(section)
     kept = [("randmix", sample_sheet, sampled)] if sampled else []
     for name, show, run in [*kept, *((name, feature_maps, run) for name, run in _embedding(section).items())]:
@@ -235,8 +238,17 @@ def _drawn(section: Section, details: Sequence[RunDetails]) -> dict[tuple[str, K
             warnings.warn(f"a picture is left out: {error}", PictureWarning, stacklevel=2)
             continue
         if figure is not None:
-            drawn[name, "png"] = encode(figure, "png")
+            drawn[name, "png"] = encode(figure, "png", _SMALL if name == "randmix" else 200)
     return drawn
+
+
+def _pictured(section: Section) -> list[Group]:
+    """The groups in heat maps and curves: of many the best by the mean of the metrics, and the baseline."""
+    if len(section.parts) <= _MANY + 1:
+        return list(section.groups)
+    best = {section.parts[k].label: None for k in _ranking(section, METRICS)}
+    labels = {*list(best)[:_MANY], BASELINE}
+    return [group for group in section.groups if group.label in labels]
 
 
 def _sampled(section: Section) -> RunRecord | None:
@@ -288,6 +300,7 @@ def _view(section: Section, images: dict[str, str], details: Sequence[RunDetails
         "tested_on": tested_on(section),
         "has_intervals": any(value.spread.startswith(" [") for value in comparison.values),
         "details": details,
+        "some_pictured": len(_pictured(section)) < len(section.groups),
         "images": images,
         "online": online_tables(section),
         "sampled": sampled,

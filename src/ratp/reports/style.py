@@ -92,11 +92,12 @@ def _families() -> tuple[str, ...]:
     return ("DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed))
 
 
-def encode(figure: Figure, kind: Literal["png", "svg"]) -> bytes:
-    """Encodes a figure as a file; the same figure gives the same bytes."""
+def encode(figure: Figure, kind: Literal["png", "svg"], dpi: int = 200) -> bytes:
+    """Encodes a figure as a file; the same figure gives the same bytes. It is laid out once, at the first encoding."""
     buffer = io.BytesIO()
     with house_style():
-        figure.savefig(buffer, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+    figure.set_layout_engine("none")
     return buffer.getvalue()
 
 
