@@ -151,9 +151,15 @@ def write_report(
         about = detailed(section, MOST_DRAWN)
         drawn = _drawn(section, about)
         contents |= {f"{name}{suffix}.{kind}": data for (name, kind), data in drawn.items()}
-        mime = {"svg": "svg+xml", "png": "png"}  # of a figure in both, the SVG is drawn last and shown
         details.append(about)
-        pictures.append({name: _data_url(data, mime[kind]) for (name, kind), data in drawn.items()})
+        # of a figure in both, the SVG is drawn last and shown, unless it is large
+        shown = {
+            name: kind
+            for name, kind in drawn
+            if (name, "png") not in drawn or kind == "png" or len(section.parts) <= _MANY
+        }
+        mime: dict[Kind, str] = {"svg": "svg+xml", "png": "png"}
+        pictures.append({name: _data_url(drawn[name, kind], mime[kind]) for name, kind in shown.items()})
     contents["index.html"] = page_html(found, pictures, preface, details).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +244,7 @@ def _drawn(section: Section, details: Sequence[RunDetails]) -> dict[tuple[str, K
             warnings.warn(f"a picture is left out: {error}", PictureWarning, stacklevel=2)
             continue
         if figure is not None:
-            drawn[name, "png"] = encode(figure, "png", _SMALL if name == "randmix" else 200)
+            drawn[name, "png"] = encode(figure, "png", _SMALL if name == "randmix" else 200, photos=name == "randmix")
     return drawn
 
 

@@ -17,6 +17,7 @@ from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from PIL import Image
 
 from ratp.reports.tables import clean
 
@@ -28,6 +29,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#4
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (3.5, 1.5)), (0, (1.2, 1.2)), (0, (4, 1.2, 1.2, 1.2)))
 
+_COLOURS = 96  # of a PNG
 _OTHER_SCRIPTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -92,13 +94,22 @@ def _families() -> tuple[str, ...]:
     return ("DejaVu Sans", *(name for name in _OTHER_SCRIPTS if name in installed))
 
 
-def encode(figure: Figure, kind: Literal["png", "svg"], dpi: int = 200) -> bytes:
-    """Encodes a figure as a file; the same figure gives the same bytes. It is laid out once, at the first encoding."""
+def encode(figure: Figure, kind: Literal["png", "svg"], dpi: int = 200, *, photos: bool = False) -> bytes:
+    """Encodes a figure as a file; the same figure gives the same bytes. It is laid out once, at the first encoding.
+
+    A PNG without photographs has a palette, which makes it three times smaller.
+    """
     buffer = io.BytesIO()
     with house_style():
         figure.savefig(buffer, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
     figure.set_layout_engine("none")
-    return buffer.getvalue()
+    if kind == "svg" or photos:
+        return buffer.getvalue()
+    with Image.open(buffer) as image:
+        drawn = image.convert("RGB").quantize(_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    smaller = io.BytesIO()
+    drawn.save(smaller, "PNG", optimize=True)
+    return smaller.getvalue()
 
 
 def panels(count: int, width: float, height: float, columns: int, share_y: bool = True) -> tuple[Figure, list[Axes]]:
