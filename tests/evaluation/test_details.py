@@ -14,7 +14,7 @@ from PIL import Image
 
 from helpers import files_of, ratp, same_tensors, tensors_of, toy_domain, toy_plan
 from ratp.errors import RatpError
-from ratp.evaluation.accuracy import Evaluator, Guesses
+from ratp.evaluation.accuracy import Evaluator, Guesses, Outcome
 from ratp.evaluation.details import BINS, PICTURES, Bin, DetailFiles, Details, Examples, interval, interval_of_mean
 from ratp.runs.load import load
 from ratp.runs.record import read_run
@@ -119,7 +119,7 @@ class TestExamples:
     def test_most_confident_mistakes_and_least_certain_predictions(self, guessed):
         domain, _, guesses = guessed
         files = [f"{k}.png" for k in range(40)]
-        found = guesses.examples(domain.images, files, domain.classes, domain.labels)
+        found = Outcome(guesses, files, domain.labels, domain.images, domain.classes).examples()
         wrong = sorted(float(guesses.confidence[k]) for k in (guesses.labels != domain.labels).nonzero().flatten())
         assert [one.confidence for one in found.mistakes] == wrong[::-1][:PICTURES]
         assert [one.confidence for one in found.uncertain] == sorted(guesses.confidence.tolist())[:PICTURES]
@@ -133,7 +133,7 @@ class TestExamples:
 
     def test_without_labels_there_are_no_mistakes(self, guessed):
         domain, _, guesses = guessed
-        found = guesses.examples(domain.images, [str(k) for k in range(40)], domain.classes, None)
+        found = Outcome(guesses, [str(k) for k in range(40)], None, domain.images, domain.classes).examples()
         assert found.mistakes == ()
         assert {one.true for one in found.uncertain} == {None}
         assert Examples.from_json(json.loads(json.dumps(found.to_json()))) == found
@@ -141,7 +141,7 @@ class TestExamples:
     def test_large_images_become_small(self):
         domain = toy_domain("ink", 12)
         large = torch.randint(256, (12, 3, 300, 300), dtype=torch.uint8)
-        found = Guesses.of(torch.rand(12, 4)).examples(large, ["a"] * 12, domain.classes, domain.labels)
+        found = Outcome(Guesses.of(torch.rand(12, 4)), ["a"] * 12, domain.labels, large, domain.classes).examples()
         assert len(json.dumps(found.to_json())) < 200_000
         with Image.open(io.BytesIO(base64.b64decode(found.uncertain[0].picture))) as picture:
             assert picture.size == (96, 96)
@@ -149,7 +149,7 @@ class TestExamples:
     @pytest.mark.parametrize("damage", [{"picture": "PHNjcmlwdD4="}, {"confidence": 7}, {"file": 3}, {"more": 1}])
     def test_damaged_pictures_are_refused(self, guessed, damage):
         domain, _, guesses = guessed
-        found = guesses.examples(domain.images, ["a"] * 40, domain.classes, None)
+        found = Outcome(guesses, ["a"] * 40, None, domain.images, domain.classes).examples()
         data = json.loads(json.dumps(found.to_json()))
         data["uncertain"][0] |= damage
         with pytest.raises(RatpError, match="pictures of a domain"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ratp._core.environment import Randomness
-from ratp.data.domain import LabelledDomain
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import TrainingError
 from ratp.evaluation.details import BINS, PICTURES, Bin, Details, Example, Examples, as_picture
 from ratp.evaluation.online import BLOCK, ORDERS, Counts
@@ -79,24 +79,44 @@ class Guesses:
         images, right, sums = (np.bincount(place, weight, minlength=BINS).tolist() for weight in weights)
         return Details(confusion, tuple(map(Bin, images, map(int, right), sums)))
 
-    def examples(self, images: Tensor, files: Sequence[str], classes: Sequence[str], labels: Tensor | None) -> Examples:
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a method predicts for the images on which a target is tested, or for all images of one without labels.
+
+    Attributes:
+        guesses: The predictions.
+        files: Name of every image's file, or else its number.
+        labels: The true classes; None if they are unknown.
+        images: The images.
+        classes: Names of the classes.
+    """
+
+    guesses: Guesses
+    files: Sequence[str]
+    labels: Tensor | None
+    images: Tensor
+    classes: Sequence[str]
+
+    @property
+    def true(self) -> list[str] | None:
+        """Names of the true classes; None if they are unknown."""
+        return None if self.labels is None else [self.classes[k] for k in self.labels.tolist()]
+
+    def examples(self) -> Examples:
         """Chooses pictures of the most confident mistakes and of the least certain predictions."""
+        order = self.guesses.confidence.argsort(stable=True)
+        wrong = order[:0] if self.labels is None else order[(self.guesses.labels != self.labels.cpu())[order]]
+        return Examples(*(tuple(map(self._example, places[:PICTURES].tolist())) for places in (wrong.flip(0), order)))
 
-        def shown(places: Tensor) -> tuple[Example, ...]:
-            return tuple(
-                Example(
-                    files[k],
-                    classes[int(self.labels[k])],
-                    None if labels is None else classes[int(labels[k])],
-                    float(self.confidence[k]),
-                    as_picture(images[k]),
-                )
-                for k in places[:PICTURES].tolist()
-            )
-
-        order = self.confidence.argsort(stable=True)
-        wrong = order[:0] if labels is None else order[(self.labels != labels.cpu())[order]]
-        return Examples(shown(wrong.flip(0)), shown(order))
+    def _example(self, place: int) -> Example:
+        return Example(
+            self.files[place],
+            self.classes[int(self.guesses.labels[place])],
+            None if self.labels is None else self.classes[int(self.labels[place])],
+            float(self.guesses.confidence[place]),
+            as_picture(self.images[place]),
+        )
 
 
 @final
@@ -111,7 +131,7 @@ class Evaluator:
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
-        self._tests, self._seed = stream.tests, seed
+        self._stream, self._tests, self._seed = stream, stream.tests, seed
         self.names = tuple(test.name for test in self._tests if test is not None)
         self.guesses: dict[str, Guesses] = {}
 
@@ -125,6 +145,15 @@ class Evaluator:
                 row[test.name] = _percent_correct(logits, test, giver)
                 self.guesses[test.name] = Guesses.of(logits)
         return row
+
+    def outcome(self, method: Method, target: UnlabelledDomain) -> Outcome:
+        """Returns what a method predicts for a target, which :meth:`row` may have found out already."""
+        test = next((test for test in self._tests if test is not None and test.name == target.name), None)
+        images, labels = (target.images, None) if test is None else (test.images, test.labels)
+        known = self._stream.files if test is None else self._stream.test_files
+        files = known.get(target.name) or [str(k) for k in range(len(images))]
+        guesses = self.guesses.get(target.name) or Guesses.of(method.predict(images))
+        return Outcome(guesses, files, labels, images, self._stream.classes)
 
     def details(self) -> dict[str, Details]:
         """Returns the counts of what :meth:`row` last measured, by domain."""

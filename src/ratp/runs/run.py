@@ -19,7 +19,7 @@ from ratp._core.environment import Precision, Randomness, describe_environment, 
 from ratp._core.files import LostFileError, read_json
 from ratp._core.locks import exclusive
 from ratp.errors import ConfigError, Note, RunDirectoryError
-from ratp.evaluation.accuracy import Evaluator, Guesses
+from ratp.evaluation.accuracy import Evaluator
 from ratp.evaluation.details import DetailFiles, Examples
 from ratp.evaluation.matrix import Matrix, describe_late
 from ratp.methods.rehearsal import give_generators, rehearse
@@ -240,23 +240,19 @@ class Session:
 
     def _write_results(self) -> None:
         """Writes predictions for the images of targets and pictures of some, unless they are there already."""
-        stream, paths, is_new = self.stream, self.prediction_files, not self.files.has_ended
+        paths, is_new = self.prediction_files, not self.files.has_ended
         shown: dict[str, Examples] = {}
-        for target, test in zip(stream.targets, stream.tests[1:], strict=True):
-            name, images = target.name, target.images if test is None else test.images
-            path, labels = paths.get(name), None if test is None else test.labels
-            missing = path is not None and not self.files.has_predictions(path, labelled=test is not None)
+        for target in self.stream.targets:
+            path, labelled = paths.get(target.name), target.name in self.measures.names
+            missing = path is not None and not self.files.has_predictions(path, labelled=labelled)
             if not is_new and not missing:
                 continue
-            guesses = self.measures.guesses.get(name) or Guesses.of(self.method.predict(images))
-            known = stream.files if test is None else stream.test_files
-            names = known.get(name) or [str(k) for k in range(len(images))]
+            found = self.measures.outcome(self.method, target)
             if path is not None and missing:
-                true = None if labels is None else [stream.classes[k] for k in labels.tolist()]
-                table = as_csv(predictions_of(guesses, names, stream.classes), true)
-                self.files.write_predictions(path, table)
+                predictions = predictions_of(found.guesses, found.files, self.stream.classes)
+                self.files.write_predictions(path, as_csv(predictions, found.true))
             if is_new:
-                shown[name] = guesses.examples(images, names, stream.classes, labels)
+                shown[target.name] = found.examples()
         self.files.details.write_examples(shown)
 
     def _environment(self) -> dict[str, Any]:
