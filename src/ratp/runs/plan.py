@@ -228,7 +228,7 @@ class RunPlan:
             "changed": dict(self.changed),
             "origins": dict(stream.origins),
             "notes": list(stream.notes),
-            "images": stream.image_counts,
+            "images": dict(stream.image_counts),
             "weights_name": self.weights.name if self.weights else None,
             "evaluation_statistics": self.method.evaluation_statistics(self.config),
             "uses_target_labels": self.method.uses_target_labels(self.config),

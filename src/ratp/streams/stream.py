@@ -87,6 +87,8 @@ class Stream:
         origins: By domain, how it differs from the published data.
         files: File names of the domains without labels.
         test_files: By domain with labels, the file names of its test images, if they come from files.
+        image_counts: By domain, its images for training and for testing (None without labels), and whether both are
+            the same images.
         notes: What the user should know about the images.
     """
 
@@ -101,6 +103,7 @@ class Stream:
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     test_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    image_counts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -111,20 +114,6 @@ class Stream:
     def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
         """The targets without labels."""
         return tuple(target for target, test in zip(self.targets, self.tests[1:], strict=True) if test is None)
-
-    @property
-    def image_counts(self) -> dict[str, dict[str, Any]]:
-        """By domain, its images for training and for testing (None without labels), and whether they are the same."""
-        trained: tuple[Domain, ...] = (self.source, *self.targets)
-        same = (False, *(a is b for a, b in zip(self.answers, self.tests[1:], strict=True)))
-        return {
-            part.name: {
-                "trained": len(part),
-                "tested": None if test is None else len(test),
-                "same": test is not None and both,
-            }
-            for part, test, both in zip(trained, self.tests, same, strict=True)
-        }
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -197,12 +186,14 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     test_files = {source.name: _test_files(loaded[0].files, source)}
     targets: list[UnlabelledDomain] = []
     answers: list[LabelledDomain | None] = []
+    splits: list[tuple[Domain, LabelledDomain | None, bool]] = [(train, test, False)]
     for item in loaded[1:]:
         target = item.domain
         if isinstance(target, UnlabelledDomain):
             targets.append(target)
             tests.append(None)
             answers.append(None)
+            splits.append((target, None, False))
             continue
         if target.held_out is None and hold_out:
             # independent of the labels, which a target does not have
@@ -213,6 +204,7 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         targets.append(seen.unlabelled())
         tests.append(test)
         answers.append(seen)
+        splits.append((seen, test, seen is test))
         test_files[target.name] = _test_files(item.files, target)
     return Stream(
         name=name,
@@ -226,7 +218,12 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
         notes=tuple(note for item in loaded for note in item.notes),
         test_files={name: files for name, files in test_files.items() if files},
+        image_counts={part.name: _counts(*split) for part, split in zip(parts, splits, strict=True)},
     )
+
+
+def _counts(trained: Domain, tested: LabelledDomain | None, same: bool) -> dict[str, Any]:
+    return {"trained": len(trained), "tested": None if tested is None else len(tested), "same": same}
 
 
 def _test_files(files: tuple[str, ...], domain: LabelledDomain) -> tuple[str, ...]:
