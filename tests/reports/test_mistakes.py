@@ -180,7 +180,6 @@ class TestManyMethods:
         assert all(link["href"][1:] in ids for link in page.of("a"))
         assert not page.of("script")
 
-    @pytest.mark.slow
     def test_twenty_methods_fit_in_a_megabyte(self, make_run, tmp_path):
         runs = [with_details(run) for run in self.methods(make_run, 20)]
         html = write_report(runs, tmp_path).read_bytes()

@@ -148,7 +148,8 @@ def _tested_on(run: RunRecord, same: dict[str, bool]) -> str:
 
 
 def _details(run: RunRecord, most: int) -> RunDetails:
-    classes = [str(name) for name in run.config.get("classes", ())]
+    known = run.config.get("classes")
+    classes = list(map(str, known)) if isinstance(known, list) else []
     stages, examples = run.details, run.examples
     last = stages.get(run.matrix.stages - 1, {})
     shown = [name for name in run.matrix.domains if name in last or name in examples][:most]

@@ -15,6 +15,7 @@ from ratp.runs.record import RunRecord
 
 MOST_PANELS = 20
 _MOST_LOSSES = 5
+_LARGEST = 1e30
 _WIDE_RANGE = 30.0  # from which losses are on a logarithmic axis
 
 # By stage, the epochs of a run in order, each with the means of its losses.
@@ -53,7 +54,9 @@ def losses_of(run: RunRecord) -> Losses:
         means = event.get("means")
         key = int(event.get("stage", 0)), str(event.get("phase")), event.get("epoch", 0)
         if isinstance(means, dict) and means and isinstance(key[2], int) and 0 <= key[0] < len(run.matrix.domains):
-            found[key] = {name: value for name, value in means.items() if isinstance(value, int | float)}
+            found[key] = {
+                name: value for name, value in means.items() if isinstance(value, int | float) and abs(value) < _LARGEST
+            }
     stages: Losses = {}
     for stage, _, _ in sorted(found, key=lambda key: key[0]):
         stages.setdefault(stage, [])

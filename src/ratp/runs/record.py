@@ -171,18 +171,19 @@ class RunRecord:
     @property
     def test_images(self) -> dict[str, int]:
         """Number of test images of the labelled domains; earlier versions did not record it."""
-        known = self.config.get("images")
-        counts = {name: about.get("tested") for name, about in known.items()} if isinstance(known, dict) else {}
+        counts = {name: about.get("tested") for name, about in self._images.items()}
         return {name: count for name, count in counts.items() if type(count) is int and count > 0}
 
     @property
     def tested_as_trained(self) -> dict[str, bool]:
         """Whether a target is tested on the images that it trains on, by labelled target."""
-        return {
-            name: bool(self.config["images"][name].get("same"))
-            for name in self.test_images
-            if name in self.config["order"][1:]
-        }
+        targets = (name for name in self.matrix.domains[1:] if name in self.test_images)
+        return {name: bool(self._images[name].get("same")) for name in targets}
+
+    @property
+    def _images(self) -> dict[str, dict[str, Any]]:
+        known = self.config.get("images")
+        return {n: about for n, about in known.items() if isinstance(about, dict)} if isinstance(known, dict) else {}
 
     @property
     def seconds(self) -> float:
