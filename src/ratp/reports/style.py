@@ -106,7 +106,7 @@ def encode(figure: Figure, kind: Literal["png", "svg"], dpi: int = 200, *, photo
     if kind == "svg" or photos:
         return buffer.getvalue()
     with Image.open(buffer) as image:
-        drawn = image.convert("RGB").quantize(_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        drawn = image.convert("RGB").quantize(_COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     smaller = io.BytesIO()
     drawn.save(smaller, "PNG", optimize=True)
     return smaller.getvalue()
