@@ -42,6 +42,7 @@ ROOMS = {
     "studies": RUN | {"runs", "executors"},
     "reports": {
         "_core",
+        "evaluation.details",
         "evaluation.matrix",
         "evaluation.online",
         "runs.record",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def write_run(
                 {"event": "probe", "stage": stage, "domain": domain, "progress": progress, "accuracy": measured}
             )
         if stage < len(accuracy):
-            row = dict(zip(order, accuracy[stage], strict=True))
+            row = {name: value for name, value in zip(order, accuracy[stage], strict=True) if not math.isnan(value)}
             end = {"event": "stage_finished", "stage": stage, "domain": domain, "accuracy": row, "statistics": {}}
             streamed = {"online": passes[domain]} if domain in (passes or {}) else {}
             events.append({**end, "seconds": 10.0 + stage, **streamed})

@@ -138,7 +138,8 @@ class TestDirectory:
 
     def test_run_folder_contents(self, run):
         files = {"config.json", "environment.json", "journal.jsonl", "matrix.json"}
-        files |= {"state.safetensors", "weights.safetensors", "checksums.json"}
+        files |= {"state.safetensors", "weights.safetensors", "checksums.json", "examples.json"}
+        files |= {f"details-{stage}.json" for stage in range(len(run.stream.order))}
         assert files_of(run.folder).keys() == files | (
             {"samples.safetensors"} if run.plan.method.name in ("arc", "ratp", "codag", "mpm") else set()
         )
@@ -233,8 +234,12 @@ class TestMeasuring:
     def measured(self, plan, folder, monkeypatch):
         """The names of the domains as they were measured."""
         seen = []
-        real = measures.accuracy
-        monkeypatch.setattr(measures, "accuracy", lambda method, test: seen.append(test.name) or real(method, test))
+        real = measures._percent_correct
+        monkeypatch.setattr(
+            measures,
+            "_percent_correct",
+            lambda logits, test, giver: seen.append(test.name) or real(logits, test, giver),
+        )
         run = Run(plan, folder)
         run.execute()
         return run, seen

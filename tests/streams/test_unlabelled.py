@@ -17,6 +17,7 @@ from own_images import OPTIONS, assert_error, assert_ok, image_files, run_folder
 from ratp.data.domain import UnlabelledDomain
 from ratp.runs.events import StageStarted
 from ratp.runs.plan import resolve
+from ratp.runs.record import read_run
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
 from ratp.streams.stream import make_stream
@@ -126,11 +127,18 @@ class TestPredictions:
         assert {row["class"] for row in rows} <= set(CLASSES)
         assert all(1 / len(CLASSES) <= float(row["confidence"]) <= 1 for row in rows)
 
-    def test_predictions_only_for_unlabelled_domains(self, here):
+    def test_predictions_for_all_targets_with_the_true_class_where_it_is_known(self, here):
         assert sorted(path.name for path in Path("run").glob("*.csv")) == [
+            "predictions-night.csv",
             "predictions-sea.csv",
             "predictions-wild.csv",
         ]
+        assert "true_class" not in rows_of("wild")[0]
+        night = rows_of("night")
+        assert all(row["file"].startswith(f"{row['true_class']}/") for row in night)
+        run = read_run("run")
+        right = sum(row["class"] == row["true_class"] for row in night)
+        assert 100 * right / len(night) == run.matrix.accuracy[-1][run.config["order"].index("night")]
 
     def test_predictions_are_of_the_final_model(self, here):
         request = RunRequest(

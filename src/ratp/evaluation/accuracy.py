@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ratp._core.environment import Randomness
-from ratp.data.domain import LabelledDomain
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import TrainingError
+from ratp.evaluation.details import BINS, PICTURES, Bin, Details, Example, Examples, as_picture
 from ratp.evaluation.online import BLOCK, ORDERS, Counts
 from ratp.streams.stream import Stream
 from ratp.training.method import Method, OnlineMethod, check_scores
@@ -54,20 +56,109 @@ def _hits(logits: Tensor, domain: LabelledDomain, giver: str) -> Tensor:
     return (right & logits.isfinite().all(dim=1)).cpu()
 
 
+@dataclass(frozen=True, eq=False)
+class Guesses:
+    """What a method predicts for some images: class and confidence of each."""
+
+    labels: Tensor
+    confidence: Tensor
+
+    @staticmethod
+    def of(logits: Tensor) -> Guesses:
+        """Returns the predictions that logits mean."""
+        return Guesses(logits.argmax(dim=1).cpu(), logits.softmax(dim=1).amax(dim=1).cpu())
+
+    def details(self, test: LabelledDomain) -> Details:
+        """Counts the predictions on a test set."""
+        true, predicted = test.labels.cpu().numpy(), self.labels.numpy()
+        confidence = self.confidence.double().numpy()
+        cells, counts = np.unique(np.stack([true, predicted], axis=1), axis=0, return_counts=True)
+        confusion = {(t, p): n for (t, p), n in zip(cells.tolist(), counts.tolist(), strict=True)}
+        place = np.clip((confidence * BINS).astype(int), 0, BINS - 1)
+        weights = (None, true == predicted, confidence)
+        images, right, sums = (np.bincount(place, weight, minlength=BINS).tolist() for weight in weights)
+        return Details(confusion, tuple(map(Bin, images, map(int, right), sums)))
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a method predicts for the images on which a target is tested, or for all images of one without labels.
+
+    Attributes:
+        guesses: The predictions.
+        files: Name of every image's file, or else its number.
+        labels: The true classes; None if they are unknown.
+        images: The images.
+        classes: Names of the classes.
+    """
+
+    guesses: Guesses
+    files: Sequence[str]
+    labels: Tensor | None
+    images: Tensor
+    classes: Sequence[str]
+
+    @property
+    def true(self) -> list[str] | None:
+        """Names of the true classes; None if they are unknown."""
+        return None if self.labels is None else [self.classes[k] for k in self.labels.tolist()]
+
+    def examples(self) -> Examples:
+        """Chooses pictures of the most confident mistakes and of the least certain predictions."""
+        order = self.guesses.confidence.argsort(stable=True)
+        wrong = order[:0] if self.labels is None else order[(self.guesses.labels != self.labels.cpu())[order]]
+        return Examples(*(tuple(map(self._example, places[:PICTURES].tolist())) for places in (wrong.flip(0), order)))
+
+    def _example(self, place: int) -> Example:
+        return Example(
+            self.files[place],
+            self.classes[int(self.guesses.labels[place])],
+            None if self.labels is None else self.classes[int(self.labels[place])],
+            float(self.guesses.confidence[place]),
+            as_picture(self.images[place]),
+        )
+
+
 @final
 class Evaluator:
     """Measures a method on the test sets of a stream. It changes no method and uses no generator of the training.
 
-    ``names`` are the domains with labels; the seed selects the images for embeddings.
+    The seed selects the images for embeddings.
+
+    Attributes:
+        names: The domains with labels.
+        guesses: By domain, what the method predicted when :meth:`row` last measured it.
     """
 
     def __init__(self, stream: Stream, seed: int) -> None:
-        self._tests, self._seed = stream.tests, seed
+        self._stream, self._tests, self._seed = stream, stream.tests, seed
         self.names = tuple(test.name for test in self._tests if test is not None)
+        self.guesses: dict[str, Guesses] = {}
 
     def row(self, method: Method, first: int = 0) -> dict[str, float]:
         """Returns the accuracy by domain, from place ``first`` of the order on."""
-        return {test.name: accuracy(method, test) for test in self._tests[first:] if test is not None}
+        self.guesses = {}
+        row, giver = {}, called(method, "predict")
+        for test in self._tests[first:]:
+            if test is not None:
+                logits = method.predict(test.images)
+                row[test.name] = _percent_correct(logits, test, giver)
+                self.guesses[test.name] = Guesses.of(logits)
+        return row
+
+    def outcome(self, method: Method, target: UnlabelledDomain) -> Outcome:
+        """Returns what a method predicts for a target, which :meth:`row` may have found out already."""
+        test = next((test for test in self._tests if test is not None and test.name == target.name), None)
+        images, labels = (target.images, None) if test is None else (test.images, test.labels)
+        known = self._stream.files if test is None else self._stream.test_files
+        files = known.get(target.name) or [str(k) for k in range(len(images))]
+        guesses = self.guesses.get(target.name) or Guesses.of(method.predict(images))
+        return Outcome(guesses, files, labels, images, self._stream.classes)
+
+    def details(self) -> dict[str, Details]:
+        """Returns the counts of what :meth:`row` last measured, by domain."""
+        tests = {test.name: test for test in self._tests if test is not None}
+        return {name: guesses.details(tests[name]) for name, guesses in self.guesses.items()}
 
     def row_by_domain(self, method: Method, learnt: Sequence[int]) -> dict[str, float]:
         """Returns the accuracy on each learnt domain when the method is told which domain it is, if that matters.

@@ -1,4 +1,4 @@
 """Reports on finished runs: tables on the terminal, plots, Markdown, CSV, LaTeX and HTML, with their explanations.
 
-Reads files only: imports `_core`, `evaluation.matrix`, `runs.record` and `studies.record`.
+Reads files only: imports `_core`, `evaluation.matrix`, `evaluation.details`, `runs.record` and `studies.record`.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
 from ratp._core.files import write_bytes
 from ratp.errors import Note, RunDirectoryError
-from ratp.evaluation.matrix import best_two
+from ratp.evaluation.matrix import METRICS, best_two, mean_of
 from ratp.reports import markup
+from ratp.reports.details import (
+    BASELINE,
+    INTERVAL,
+    Confusions,
+    RunDetails,
+    baseline_of,
+    detailed,
+    interval_of,
+    tested_on,
+    with_intervals,
+)
+from ratp.reports.details_plots import loss_curves, reliability
 from ratp.reports.features import feature_maps
 from ratp.reports.plots import accuracy_curves, matrix_heatmap, sample_sheet, unfamiliar_curves
 from ratp.reports.style import encode
@@ -41,6 +55,8 @@ from ratp.runs.record import RunRecord, is_undone
 
 Kind = Literal["png", "svg"]
 _MOST_NAMED = 3  # methods that share a best number
+_MANY = 5  # methods, beyond which tables are sorted and pictures show these and the baseline
+_SMALL = 110  # dots per inch of pictures with many pixels
 
 # The most domains that pictures show: there is a panel for each domain, with all domains on its axis.
 MOST_DRAWN = 24
@@ -129,13 +145,22 @@ def write_report(
             if isinstance(item, Picture):
                 contents |= {f"{item.name}.{kind}": data for kind, data in item.files.items()}
     pictures: list[dict[str, str]] = []
+    details: list[list[RunDetails]] = []
     for place, section in enumerate(found, start=1):
         suffix = f"-{place}" if place > 1 else ""
-        drawn = _drawn(section)
+        about = detailed(section, MOST_DRAWN)
+        drawn = _drawn(section, about)
         contents |= {f"{name}{suffix}.{kind}": data for (name, kind), data in drawn.items()}
-        mime = {"svg": "svg+xml", "png": "png"}  # of a figure in both, the SVG is drawn last and shown
-        pictures.append({name: _data_url(data, mime[kind]) for (name, kind), data in drawn.items()})
-    contents["index.html"] = page_html(found, pictures, preface).encode()
+        details.append(about)
+        # of a figure in both, the SVG is drawn last and shown, unless it is large
+        shown = {
+            name: kind
+            for name, kind in drawn
+            if (name, "png") not in drawn or kind == "png" or len(section.parts) <= _MANY
+        }
+        mime: dict[Kind, str] = {"svg": "svg+xml", "png": "png"}
+        pictures.append({name: _data_url(drawn[name, kind], mime[kind]) for name, kind in shown.items()})
+    contents["index.html"] = page_html(found, pictures, preface, details).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -161,8 +186,16 @@ def _markdown(preface: Preface) -> list[str]:
     return blocks
 
 
-def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]], preface: Preface | None = None) -> str:
-    """The page: everything inline, nothing fetched, every name escaped. ``pictures`` holds data URLs per section."""
+def page_html(
+    found: Sequence[Section],
+    pictures: Sequence[dict[str, str]],
+    preface: Preface | None = None,
+    details: Sequence[Sequence[RunDetails]] = (),
+) -> str:
+    """The page: everything inline, nothing fetched, every name escaped.
+
+    Per section, ``pictures`` holds data URLs, and ``details`` what runs get wrong.
+    """
     environment = Environment(
         loader=FunctionLoader(lambda name: files("ratp.reports").joinpath(name).read_text(encoding="utf-8")),
         autoescape=True,
@@ -176,26 +209,32 @@ def page_html(found: Sequence[Section], pictures: Sequence[dict[str, str]], pref
     return environment.get_template("page.html").render(
         title=clean(preface.title) if preface else streams,
         preface=preface,
-        sections=[_view(section, images) for section, images in zip(found, pictures, strict=True)],
+        sections=list(map(_view, found, pictures, details or [()] * len(found))),
         missing=MISSING,
         single=markup.SINGLE,
         meaning=MEANING,
         indicators=tuple(GUARD_COLUMNS),
+        interval=INTERVAL,
+        is_matrix=lambda item: isinstance(item, Confusions),
     )
 
 
-def _drawn(section: Section) -> dict[tuple[str, Kind], bytes]:
+def _drawn(section: Section, details: Sequence[RunDetails]) -> dict[tuple[str, Kind], bytes]:
     """The figures of a section as files, by name and kind."""
     drawn: dict[tuple[str, Kind], bytes] = {}
-    groups = section.groups
+    groups = _pictured(section)
     if len(section.order) > MOST_DRAWN:
         what = f"{section.stream} has {len(section.order)} domains, and pictures show up to {MOST_DRAWN}"
         warnings.warn(f"pictures are left out: {what}", PictureWarning, stacklevel=2)
         return drawn
-    curves = {"curves": accuracy_curves(groups), "unfamiliar": unfamiliar_curves(groups)}
-    for name, figure in {"matrix": matrix_heatmap(groups), **curves}.items():
+    figures: dict[str, Figure | None] = {"matrix": matrix_heatmap(groups), "curves": accuracy_curves(groups)}
+    figures |= {"unfamiliar": unfamiliar_curves(groups)}
+    figures |= {f"calibration-{place}": reliability(one.last) for place, one in enumerate(details) if one.last}
+    for name, figure in figures.items():
         if figure is not None:
             drawn |= {(name, "png"): encode(figure, "png"), (name, "svg"): encode(figure, "svg")}
+    if losses := loss_curves([(part.name, part.runs[0]) for part in section.parts]):
+        drawn["losses", "png"] = encode(losses, "png", _SMALL)
     sampled = _sampled(section)
     kept = [("randmix", sample_sheet, sampled)] if sampled else []
     for name, show, run in [*kept, *((name, feature_maps, run) for name, run in _embedding(section).items())]:
@@ -205,8 +244,17 @@ def _drawn(section: Section) -> dict[tuple[str, Kind], bytes]:
             warnings.warn(f"a picture is left out: {error}", PictureWarning, stacklevel=2)
             continue
         if figure is not None:
-            drawn[name, "png"] = encode(figure, "png")
+            drawn[name, "png"] = encode(figure, "png", _SMALL if name == "randmix" else 200, photos=name == "randmix")
     return drawn
+
+
+def _pictured(section: Section) -> list[Group]:
+    """The groups in heat maps and curves: of many the best by the mean of the metrics, and the baseline."""
+    if len(section.parts) <= _MANY + 1:
+        return list(section.groups)
+    best = {section.parts[k].label: None for k in _ranking(section, METRICS)}
+    labels = {*list(best)[:_MANY], BASELINE}
+    return [group for group in section.groups if group.label in labels]
 
 
 def _sampled(section: Section) -> RunRecord | None:
@@ -226,10 +274,14 @@ def _data_url(data: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
-    comparison = comparison_table(section)
-    tables = domain_tables(section)
+def _view(section: Section, images: dict[str, str], details: Sequence[RunDetails]) -> dict[str, Any]:
+    comparison = with_intervals(section, comparison_table(section))
+    tables = [with_intervals(section, table) for table in domain_tables(section)]
     sampled = _sampled(section)
+    many = len(section.parts) > _MANY
+    by_mean = _ranking(section, METRICS) if many else list(range(len(section.parts)))
+    lines = _by_part(section, comparison)
+    config = _settings(section, [flatten(run.config) for run in section.runs])
     return {
         "stream": section.stream,
         "order": section.order,
@@ -242,20 +294,50 @@ def _view(section: Section, images: dict[str, str]) -> dict[str, Any]:
         "spread_note": section.spread_note,
         "notes": section.notes(),
         "tiles": [_tile(section, measure) for measure in section.measures],
-        "comparison": _by_part(section, comparison),
+        "comparison": [lines[k] for k in by_mean],
+        "means": [_mean(section.parts[k], METRICS) for k in by_mean] if many else [],
+        "sorted": {m: [lines[k] for k in _ranking(section, (m,))] for m in section.measures} if many else {},
         "places": comparison.places,
         "places_by_domain": most_places(section),
-        "blocks": [(table.kind, _by_part(section, table.across(section.order))) for table in tables],
+        "blocks": [
+            (table.kind, [_by_part(section, table.across(section.order))[k] for k in by_mean]) for table in tables
+        ],
+        "test_images": _test_images(section),
+        "tested_on": tested_on(section),
+        "has_intervals": any(value.spread.startswith(" [") for value in comparison.values),
+        "details": details,
+        "some_pictured": len(_pictured(section)) < len(section.groups),
         "images": images,
         "online": online_tables(section),
         "sampled": sampled,
         "name_of": section.name_of,
         "embeddings": [(run, images[name]) for name, run in _embedding(section).items() if name in images],
-        "config": _settings(section, [flatten(run.config) for run in section.runs]),
+        "config": config,
         "environment": _settings(section, [flatten(run.environment) for run in section.runs]),
         "times": [(run, _stage_seconds(run)) for run in section.runs],
         "guarded": [item for run in section.runs for item in _guarded(run)],
     }
+
+
+def _mean(part: Group, measures: Sequence[Measure]) -> float:
+    return mean_of([spread.mean for measure in measures if (spread := part.spread(measure)).n])
+
+
+def _ranking(section: Section, measures: Sequence[Measure]) -> list[int]:
+    """The lines by the mean of some measures, the best first; unfinished ones last."""
+    means = [_mean(part, measures) for part in section.parts]
+    keys = [(not part.finished, math.isnan(m), -m) for part, m in zip(section.parts, means, strict=True)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def _test_images(section: Section) -> dict[str, str]:
+    """How many images of every domain are tested, in words; nothing of domains of which runs differ or did not say."""
+    found = {}
+    for name in section.order:
+        counts = {run.test_images.get(name) for run in section.runs}
+        if len(counts) == 1 and (count := counts.pop()):
+            found[name] = f"{count:,} test images"
+    return found
 
 
 def _by_part(section: Section, table: Table) -> list[tuple[Group, tuple[Any, ...]]]:
@@ -267,7 +349,7 @@ def _tile(section: Section, measure: Measure) -> dict[str, Any]:
     title, meaning = MEANING[measure]
     rivals = [part for part in section.parts if part.competes] or (section.parts if len(section.parts) == 1 else [])
     found = {part.name: spread for part in rivals if (spread := part.spread(measure)).n}
-    tile = {"measure": measure, "title": title, "meaning": meaning}
+    tile: dict[str, Any] = {"measure": measure, "title": title, "meaning": meaning}
     if not found:
         return tile
     names = sorted(best_two({name: spread.mean for name, spread in found.items()})[0], key=list(found).index)
@@ -278,22 +360,34 @@ def _tile(section: Section, measure: Measure) -> dict[str, Any]:
     else:
         prefix = "shared by " if len(names) > 1 else "best: " if len(found) > 1 else ""
         who = prefix + ", ".join(map(clean, names))
-    return {**tile, "best": best[0], "who": who, "is_shared": len(names) > 1, "is_single": is_single}
+    tile |= {"best": best[0], "who": who, "is_shared": len(names) > 1, "is_single": is_single}
+    part = next(part for part in rivals if part.name == names[0])
+    ends = None if section.several_seeds else interval_of(part, measure)
+    known = baseline_of(section, measure)
+    return {**tile, "interval": ends, "baseline": known if known and known[0] not in names else None}
 
 
 def _settings(section: Section, tables: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """Settings that all runs share, and those that differ with one column per group."""
+    """Settings that all runs share, those that differ with one column per group, and those that only one group has."""
     unlike = differing(tables)
     names = [group.label for group in section.groups for _ in group.runs]
     by_group: dict[str, list[dict[str, str]]] = {}
     for name, table in zip(names, tables, strict=True):
         by_group.setdefault(name, []).append(table)
-    rows = {
-        name: [", ".join(dict.fromkeys(one.get(name, MISSING) for one in members)) for members in by_group.values()]
-        for name in unlike
-    }
+    rows: dict[str, list[str]] = {}
+    own: dict[str, dict[str, str]] = {}
+    for name in unlike:
+        owners = [label for label, members in by_group.items() if any(name in one for one in members)]
+        values = {
+            label: ", ".join(dict.fromkeys(one.get(name, MISSING) for one in members))
+            for label, members in by_group.items()
+        }
+        if len(owners) == 1 and len(by_group) > 1:
+            own.setdefault(owners[0], {})[name] = values[owners[0]]
+        else:
+            rows[name] = list(values.values())
     shared = {name: value for name, value in tables[0].items() if name not in unlike}
-    return {"shared": shared, "heads": tuple(by_group), "differing": rows}
+    return {"shared": shared, "heads": tuple(by_group), "differing": rows, "own": own}
 
 
 def _stage_seconds(run: RunRecord) -> list[float]:

@@ -23,7 +23,6 @@ from ratp.reports.style import (
     QUIET,
     SHADE,
     domain_ticks,
-    floor_of,
     house_style,
     label_edges,
     line_style,
@@ -49,9 +48,7 @@ def matrix_heatmap(groups: Sequence[Group]) -> Figure:
     names = [name for part in parts for name in part.order]
     width = side + 0.55 + 0.075 * min(14, max(map(len, names)))
     height = side + (1.2 if any(long_names(part.order) for part in parts) else 0.9)
-    cells = [cell.mean for part in parts for row in part.accuracy for cell in row]
-    low = floor_of(cells)
-    colours = Normalize(low, 100)
+    colours = Normalize(0, 100)
     with house_style():
         figure, axes = panels(len(parts), width, height, columns=max(1, int(11 / width)), share_y=False)
         for ax, part in zip(axes, parts, strict=True):
@@ -59,7 +56,7 @@ def matrix_heatmap(groups: Sequence[Group]) -> Figure:
         image = axes[0].images[0]
         rows = len({ax.get_position().y0 for ax in axes})
         bar = figure.colorbar(image, ax=axes, aspect=18, shrink=0.75 / rows, pad=0.02, anchor=(0.0, 0.9))
-        bar.set_ticks(list(range(low, 101, 20 if low < 50 and low % 20 == 0 else 10)))
+        bar.set_ticks(list(range(0, 101, 20)))
         bar.set_label("accuracy (%)")
         bar.outline.set_visible(False)
         label_edges(axes, "accuracy on", "after training on")
@@ -80,7 +77,7 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
                 if domain < len(part.accuracy):
                     own = {**line_style(index), "linestyle": "", "zorder": 5 - 0.01 * index}
                     ax.plot(domain, part.accuracy[domain][domain].mean, ms=7, mec="white", mew=1.0, **own)
-        percent_axis(axes, [c.mean for part in parts for row in part.accuracy for c in row], foot=0.12)
+        percent_axis(axes, foot=0.12)
         for ax in axes:
             ax.set_xlabel("after training on")
         method_legend(figure, {index: _named(part) for index, part in enumerate(parts)})
@@ -97,7 +94,6 @@ def unfamiliar_curves(groups: Sequence[Group]) -> Figure | None:
     with house_style():
         lines = sum(any(seeds) for seeds in curves)
         figure, axes = panels(len(probed), 2.7, 2.3 + 0.18 * lines, columns=_columns(len(probed)))
-        heights: list[float] = []
         for ax, domain in zip(axes, probed, strict=True):
             areas = []
             for index, part in enumerate(parts):
@@ -105,7 +101,6 @@ def unfamiliar_curves(groups: Sequence[Group]) -> Figure | None:
                 if seeds:
                     grid, spreads = _over_seeds(seeds)
                     plot_spread(ax, grid, spreads, index, crowd=lines)
-                    heights += [spread.mean for spread in spreads]
                     label = f"area {with_deviation(part.spread('Unfamiliar', domain))}"
                     areas.append(Line2D([], [], ms=4, label=label, **line_style(index)))
             ax.legend(handles=areas, loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize=8)
@@ -113,7 +108,7 @@ def unfamiliar_curves(groups: Sequence[Group]) -> Figure | None:
             ax.set_xlim(-0.03, 1.03)
             ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
             ax.set_xlabel("its stage's training done (%)")
-        percent_axis(axes, heights)
+        percent_axis(axes)
         method_legend(figure, {index: _named(parts[index]) for index in range(len(parts)) if any(curves[index])})
     return figure
 

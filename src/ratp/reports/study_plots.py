@@ -53,16 +53,14 @@ def sweep_curves(sweep: Sweep) -> Figure:
     places = _places(sweep, values)
     with house_style():
         figure, axes = panels(len(sweep.orders), 3.4 if len(sweep.orders) > 1 else 4.6, 2.9, columns=3)
-        heights = []
         for ax, order in zip(axes, sweep.orders, strict=True):
             for index, metric in enumerate(METRICS):
                 groups = [sweep.lines.get(label, {}).get(order) for label in sweep.labels]
                 spreads = [group.spread(metric) if group else NOTHING for group in groups]
                 plot_spread(ax, places, spreads, index, crowd=len(METRICS))
-                heights += [spread.mean for spread in spreads]
             _value_axis(ax, sweep, values, places)
             ax.set_title(plain(order_text(order), _title_width(sweep.orders)))
-        percent_axis(axes, heights, foot=0.1)
+        percent_axis(axes, foot=0.1)
         method_legend(figure, dict(enumerate(METRICS)))
     return figure
 

@@ -399,7 +399,7 @@ def _group_notes(group: Group) -> list[str]:
         for key in differing([flatten(run.config) for run in group.runs])
         if key not in ("seed", "ratp", "fingerprint", "notes", "after.fingerprint")
         # Images have their own note; what counts as changed depends on the defaults at the time.
-        and key.partition(".")[0] not in ("data", "changed")
+        and key.partition(".")[0] not in ("data", "changed", "images")
     ]
     if unlike:
         notes.append(f"{group.label}: its runs differ in more than their seed: {', '.join(unlike)}.")

@@ -44,8 +44,8 @@ from ratp._core.files import (
     write_text,
     writing,
 )
-from ratp.data.domain import UnlabelledDomain
 from ratp.errors import Note, RunDirectoryError
+from ratp.evaluation.details import DetailFiles
 from ratp.evaluation.matrix import Matrix
 from ratp.evaluation.online import with_scores
 from ratp.runs.differences import describe_differences
@@ -68,6 +68,7 @@ SAMPLE_COUNT = 10
 FINISHED = (
     *("config.json", "environment.json", "matrix.json", "journal.jsonl", "state.safetensors", "weights.safetensors"),
     *("samples.safetensors", "features-*.safetensors", "predictions-*.csv", "bad-batch-*.json"),
+    *("details-*.json", "examples.json"),
 )
 
 
@@ -183,6 +184,7 @@ class RunFiles:
         journal: The events so far.
         states: The method after the last finished stage and after the one before.
         checkpoints: Snapshots within the current stage.
+        details: What the model gets wrong after every stage.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], save_every: float | None) -> None:
@@ -191,6 +193,12 @@ class RunFiles:
         self.journal = Journal(folder, config)
         self.states = States(folder, config["fingerprint"], config.get("after", {}).get("stages", 0))
         self.checkpoints = Checkpoints(folder, config["fingerprint"], save_every)
+        self.details = DetailFiles(folder, config["fingerprint"])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has noted its end."""
+        return _has_ended(self.journal.events())
 
     def find_state(self) -> tuple[State | None, str]:
         """Removes temporary files of killed writers and finds the state, as :meth:`States.find` does."""
@@ -310,10 +318,15 @@ class RunFiles:
         about = {"fingerprint": self._config["fingerprint"], "classes": list(classes)}
         write_tensors(self._weights, network, WEIGHTS.marked(about))
 
-    def has_predictions(self, path: Path) -> bool:
-        """Whether this run has written a file of predictions; of finished runs, earlier versions did not note it."""
+    def has_predictions(self, path: Path, *, labelled: bool) -> bool:
+        """Whether this run has written a file of predictions; of finished runs, earlier versions did not note it.
+
+        They wrote none for labelled domains, and so a finished run that noted none has all it needs.
+        """
         events = self.journal.events()
         noted = [event for event in events if event["event"] == "predicted" and event.get("file") == path.name]
+        if labelled and not noted and _has_ended(events):
+            return True
         if not path.exists() or not (noted or _has_ended(events)):
             return False
         written = noted[-1].get("sha256") if noted else None  # earlier versions noted no hash
@@ -329,7 +342,7 @@ class RunFiles:
 
     def settle(self) -> None:
         """Notes the end of the run, once, hashes its files and removes those that only an unfinished run needs."""
-        if not _has_ended(self.journal.events()):
+        if not self.has_ended:
             self.journal.note("run_finished")
         self.states.settle()
         self.checkpoints.remove()
@@ -377,12 +390,14 @@ def _is_as_written(path: Path, sha256: str) -> bool:
         return False
 
 
-def prediction_files(stream: Stream, folder: Path) -> dict[Path, UnlabelledDomain]:
-    """Returns the unlabelled domains by the path of their predictions."""
-    found: dict[str, tuple[Path, UnlabelledDomain]] = {}  # by name in lower case: some file systems ignore case
-    for domain in stream.unlabelled:
-        plain = safe_name(domain.name)
+def prediction_files(stream: Stream, folder: Path, *, labelled: bool) -> dict[str, Path]:
+    """Returns the paths of the predictions by target: of those without labels or, if ``labelled``, of all."""
+    bare = [domain.name for domain in stream.unlabelled]
+    others = [target.name for target in stream.targets if labelled and target.name not in bare]
+    found: dict[str, tuple[str, Path]] = {}  # by name in lower case: some file systems ignore case
+    for domain in (*bare, *others):
+        plain = safe_name(domain)
         names = (plain if number == 1 else f"{plain}-{number}" for number in count(1))
         name = next(name for name in names if name.lower() not in found)
-        found[name.lower()] = folder / f"predictions-{name}.csv", domain
+        found[name.lower()] = domain, folder / f"predictions-{name}.csv"
     return dict(found.values())

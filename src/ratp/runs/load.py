@@ -25,6 +25,7 @@ from ratp.data.in_memory import read_images
 from ratp.data.read.listing import Unreadable, why_unsupported
 from ratp.data.read.paths import decode_part, list_images
 from ratp.errors import ConfigError, Note, RatpError, RunDirectoryError, unknown
+from ratp.evaluation.accuracy import Guesses
 from ratp.methods import METHODS
 from ratp.methods.custom import file_hash, from_file
 from ratp.networks.own import Given, describe_missing, plain_name, register_own
@@ -121,7 +122,7 @@ class LoadedRun:
             part = decode_part(tree, start, min(start + at_once, count), self.image_size, progress)
             bad += part.bad
             if part.names and not (bad and on_bad == "stop"):
-                found += predictions_of(self.predict(part.images), part.names, self.classes)
+                found += predictions_of(Guesses.of(self.predict(part.images)), part.names, self.classes)
         if bad and on_bad == "stop":
             raise RatpError(describe_refused(bad, count))
         if not found:

@@ -111,6 +111,11 @@ class RunPlan:
         return None if self.is_built_in else file_hash(self.method)
 
     @property
+    def has_own_images(self) -> bool:
+        """Whether the images are the user's own, in files or in memory."""
+        return self.spec.values == FOLDERS or self.request is None
+
+    @property
     def title(self) -> str:
         """Stream with its label shift, method and seed, for file names and headings."""
         kind = self.recipe.label_shift
@@ -199,6 +204,7 @@ class RunPlan:
             "changed": dict(self.changed),
             "origins": dict(stream.origins),
             "notes": list(stream.notes),
+            "images": dict(stream.image_counts),
             "weights_name": self.weights.name if self.weights else None,
             "evaluation_statistics": self.method.evaluation_statistics(self.config),
             "uses_target_labels": self.method.uses_target_labels(self.config),

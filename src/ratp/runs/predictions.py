@@ -1,4 +1,4 @@
-"""What a trained model predicts for images without labels, and ``predictions-*.csv``, where a run saves it."""
+"""What a trained model predicts for the images of a domain, and ``predictions-*.csv``, where a run saves it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ratp.errors import csv_cell
+from ratp.evaluation.accuracy import Guesses
 
 
 class Prediction(NamedTuple):
@@ -26,22 +25,22 @@ class Prediction(NamedTuple):
     confidence: float
 
 
-def predictions_of(logits: Tensor, files: Sequence[str], classes: Sequence[str]) -> list[Prediction]:
-    """Turns rows of logits into the likeliest classes."""
-    confidence, label = logits.softmax(dim=1).max(dim=1)
-    rows = zip(files, label.tolist(), confidence.tolist(), strict=True)
+def predictions_of(guesses: Guesses, files: Sequence[str], classes: Sequence[str]) -> list[Prediction]:
+    """Names the file and the class of every prediction."""
+    rows = zip(files, guesses.labels.tolist(), guesses.confidence.tolist(), strict=True)
     return [Prediction(file, classes[k], share) for file, k, share in rows]
 
 
-def as_csv(predictions: Iterable[Prediction]) -> str:
-    """Renders predictions as CSV with the columns file, class, confidence.
+def as_csv(predictions: Iterable[Prediction], true: Sequence[str] | None = None) -> str:
+    """Renders predictions as CSV with the columns file, class, confidence and, if they are known, true_class.
 
     A file name that a spreadsheet would take for a formula begins with ``./``.
     """
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(("file", "class", "confidence"))
-    for file, label, share in predictions:
+    writer.writerow(("file", "class", "confidence", *(() if true is None else ("true_class",))))
+    for place, (file, label, share) in enumerate(predictions):
         name = f"./{file}" if file.startswith(("=", "+", "-", "@")) else file
-        writer.writerow((csv_cell(name), csv_cell(label), f"{share:.4f}"))
+        known = () if true is None else (csv_cell(true[place]),)
+        writer.writerow((csv_cell(name), csv_cell(label), f"{share:.4f}", *known))
     return table.getvalue()

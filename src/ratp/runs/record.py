@@ -12,7 +12,9 @@ A run directory is readable without this package::
     state-before.safetensors the method after the stage before; removed when the run is finished
     checkpoint*.safetensors  snapshots within the current stage; removed when it is finished
     weights.safetensors      the final network, once the run is complete
-    predictions-*.csv        predictions for the images of unlabelled domains
+    predictions-*.csv        predictions for the images of unlabelled domains, and of all targets of one's own images
+    details-*.json           confusions and calibration on every labelled domain after each stage
+    examples.json            pictures of the most confident mistakes and the least certain predictions on every target
     bad-batch-*.json         the batch at which the losses of a stage became non-finite, if that happened
     checksums.json           the sha256 of all these files, once the run is complete (:mod:`ratp.runs.verify`)
 
@@ -48,6 +50,7 @@ from ratp._core.files import (
 )
 from ratp._core.locks import LOCK_FILE
 from ratp.errors import RatpError, RunDirectoryError
+from ratp.evaluation.details import DetailFiles, Details, Examples
 from ratp.evaluation.matrix import Matrix
 from ratp.evaluation.online import with_scores
 
@@ -150,6 +153,37 @@ class RunRecord:
         """Files with embeddings of some test images, one per stage."""
         found = (self.path / f"features-{stage}.safetensors" for stage in range(self.matrix.stages))
         return tuple(path for path in found if path.is_file())
+
+    @property
+    def details(self) -> dict[int, dict[str, Details]]:
+        """The counts on the labelled domains, by stage; none in results and runs of earlier versions."""
+        return {stage: found for stage in range(self.matrix.stages) if (found := self._details.read(stage))}
+
+    @property
+    def examples(self) -> dict[str, Examples]:
+        """Pictures of the targets after the last stage; none in results and runs of earlier versions."""
+        return self._details.read_examples()
+
+    @property
+    def _details(self) -> DetailFiles:
+        return DetailFiles(self.path, self.config.get("fingerprint"))
+
+    @property
+    def test_images(self) -> dict[str, int]:
+        """Number of test images of the labelled domains; earlier versions did not record it."""
+        counts = {name: about.get("tested") for name, about in self._images.items()}
+        return {name: count for name, count in counts.items() if type(count) is int and count > 0}
+
+    @property
+    def tested_as_trained(self) -> dict[str, bool]:
+        """Whether a target is tested on the images that it trains on, by labelled target."""
+        targets = (name for name in self.matrix.domains[1:] if name in self.test_images)
+        return {name: bool(self._images[name].get("same")) for name in targets}
+
+    @property
+    def _images(self) -> dict[str, dict[str, Any]]:
+        known = self.config.get("images")
+        return {n: about for n, about in known.items() if isinstance(about, dict)} if isinstance(known, dict) else {}
 
     @property
     def seconds(self) -> float:

@@ -20,6 +20,7 @@ from ratp._core.files import LostFileError, read_json
 from ratp._core.locks import exclusive
 from ratp.errors import ConfigError, Note, RunDirectoryError
 from ratp.evaluation.accuracy import Evaluator
+from ratp.evaluation.details import DetailFiles, Examples
 from ratp.evaluation.matrix import Matrix, describe_late
 from ratp.methods.rehearsal import give_generators, rehearse
 from ratp.runs import SAVE_EVERY
@@ -119,7 +120,7 @@ class Session:
 
     def finish(self) -> None:
         """Writes predictions and weights, and removes the files that only an unfinished run needs."""
-        self._write_predictions()
+        self._write_results()
         if not self.files.has_weights:
             state = self.method.state()
             self.files.write_weights(unpack(state).get("network", state), self.stream.classes)
@@ -173,6 +174,11 @@ class Session:
             self.release()  # this run will not save the source network that others may be waiting for
         self.undo()
 
+    @property
+    def prediction_files(self) -> dict[str, Path]:
+        """The paths of the predictions, by target."""
+        return prediction_files(self.stream, self.folder, labelled=self.plan.has_own_images)
+
     def keep_features(self, stage: int) -> None:
         """Saves embeddings of some test images after a stage, if requested."""
         if self.options.features:
@@ -188,6 +194,10 @@ class Session:
         state.load_into(self.method)
         stages = state.matrix.stages
         row = self.measures.row(self.method, stages)
+        details = DetailFiles(folder, earlier.record.config["fingerprint"])
+        for stage in range(stages):
+            self.files.details.keep(stage, details, stage)
+        self.files.details.write(stages - 1, {**self.files.details.read(stages - 1), **self.measures.details()})
         matrix = state.matrix.with_domains(self.stream.order, row)
         if self.options.features:
             self.files.copy_features(earlier.record.features)
@@ -213,7 +223,7 @@ class Session:
         """Removes what came after the state that the run resumes from, because the last state is lost."""
         finished = self.matrix.stages
         self.files.journal.note("state_lost", what=lost, finished_stages=finished)
-        self.files.go_back(state, finished, prediction_files(self.stream, self.folder))
+        self.files.go_back(state, finished, self.prediction_files.values())
         where = f"{state.path.name}, after {finished} of {len(self.stream.order)} stages" if state else "the start"
         warnings.warn(f"{lost} The run resumes from {where}", StateWarning, stacklevel=2)
 
@@ -228,13 +238,22 @@ class Session:
             message = f"this run began in another environment: {describe_changes(changed)}"
             warnings.warn(message, EnvironmentWarning, stacklevel=2)
 
-    def _write_predictions(self) -> None:
-        """Writes predictions for all images of the unlabelled domains, unless they are there already."""
-        for path, domain in prediction_files(self.stream, self.folder).items():
-            if not self.files.has_predictions(path):
-                names = self.stream.files.get(domain.name) or [str(k) for k in range(len(domain))]
-                predictions = predictions_of(self.method.predict(domain.images), names, self.stream.classes)
-                self.files.write_predictions(path, as_csv(predictions))
+    def _write_results(self) -> None:
+        """Writes predictions for the images of targets and pictures of some, unless they are there already."""
+        paths, is_new = self.prediction_files, not self.files.has_ended
+        shown: dict[str, Examples] = {}
+        for target in self.stream.targets:
+            path, labelled = paths.get(target.name), target.name in self.measures.names
+            missing = path is not None and not self.files.has_predictions(path, labelled=labelled)
+            if not is_new and not missing:
+                continue
+            found = self.measures.outcome(self.method, target)
+            if path is not None and missing:
+                predictions = predictions_of(found.guesses, found.files, self.stream.classes)
+                self.files.write_predictions(path, as_csv(predictions, found.true))
+            if is_new:
+                shown[target.name] = found.examples()
+        self.files.details.write_examples(shown)
 
     def _environment(self) -> dict[str, Any]:
         return describe_environment(self.plan.device, self.plan.precision)
@@ -341,8 +360,8 @@ class Run:
 
     @property
     def predictions(self) -> tuple[Path, ...]:
-        """Files for the predictions on unlabelled domains."""
-        return tuple(prediction_files(self.stream, self.folder))
+        """Files for the predictions on unlabelled domains, and on all targets of the user's own images."""
+        return tuple(prediction_files(self.stream, self.folder, labelled=self.plan.has_own_images).values())
 
     def record(self) -> RunRecord:
         """Reads the run from its directory."""

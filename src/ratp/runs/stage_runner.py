@@ -138,6 +138,11 @@ class StageRunner:
             yield self._probed(1.0, {name: row[name]})
         seconds = work.seconds + time.perf_counter() - started
         session.keep_features(number)
+        details = self._files.details
+        if self._is_unchanged(work):
+            details.keep(number, details, number - 1)
+        else:
+            details.write(number, session.measures.details())
         self._finish(row, work.statistics, seconds, guard)
         self._files.checkpoints.remove()
         yield StageFinished(number, name, row, work.statistics, seconds, guard)
@@ -259,10 +264,15 @@ class StageRunner:
             self._session.undo()
         return {"rolled_back": undone, **verdict.to_json()}
 
+    def _is_unchanged(self, work: Stage) -> bool:
+        """Whether the model is the one from before the stage, so that there is nothing to measure."""
+        ignores_targets = vars(type(self._session.method)).get("ignores_targets", False)
+        return bool(work.number and not work.phases and ignores_targets)
+
     def _row(self, work: Stage) -> dict[str, float]:
         """Returns accuracies after the stage; those before it if the model has not changed."""
         method, measures = self._session.method, self._session.measures
-        if work.number and not work.phases and vars(type(method)).get("ignores_targets", False):
+        if self._is_unchanged(work):
             before = dict(zip(self._stream.order, self._session.matrix.accuracy[-1], strict=True))
             return {name: before[name] for name in measures.names}
         try:

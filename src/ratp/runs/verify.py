@@ -36,6 +36,7 @@ from ratp._core.files import (
 from ratp._core.locks import LOCK_FILE, is_held
 from ratp.data.cache import store
 from ratp.errors import RatpError, RunDirectoryError, brief
+from ratp.evaluation.details import DetailFiles
 from ratp.evaluation.matrix import Matrix
 from ratp.runs.record import (
     CHECKSUMS_FILE,
@@ -145,6 +146,7 @@ def _readers(folder: Path, config: Mapping[str, Any]) -> Readers:
     run = {"fingerprint": config["fingerprint"]} if "fingerprint" in config else {}
 
     before = folder / "state-before.safetensors"
+    details = DetailFiles(folder, config.get("fingerprint"))
 
     def tensors(schema: Schema, **expected: Any) -> Callable[[Path], object]:
         return partial(about_tensors, schema=schema, **expected)
@@ -161,6 +163,8 @@ def _readers(folder: Path, config: Mapping[str, Any]) -> Readers:
         "features-*.safetensors": (tensors(FEATURES), WITHOUT),
         "predictions-*.csv": (read_bytes, AGAIN),
         "bad-batch-*.json": (read_json, WITHOUT),
+        "details-*.json": (details.read_file, WITHOUT),
+        "examples.json": (lambda _: details.read_examples(), WITHOUT),
     }
 
 

@@ -10,8 +10,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -92,6 +93,9 @@ class Stream:
         fingerprints: By domain, the hash of its files, or of its images and labels if there are no files.
         origins: By domain, how it differs from the published data.
         files: File names of the domains without labels.
+        test_files: By domain with labels, the file names of its test images, if they come from files.
+        image_counts: By domain, its images for training and for testing (None without labels), and whether both are
+            the same images.
         notes: What the user should know about the images.
     """
 
@@ -105,6 +109,8 @@ class Stream:
     origins: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    test_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    image_counts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -179,47 +185,55 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     parts = [item.domain for item in loaded]
     source = _checked(parts)
     randomness = Randomness(seed)
-    given = loaded[0].test
-    if source.held_out is None and given is None:
+    if source.held_out is None and loaded[0].test is None:
         held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
-        source = replace(source, held_out=held_out)
-    train, test = (source, given) if given else _train_and_test(source)
-    tests: list[LabelledDomain | None] = [test]
-    targets: list[UnlabelledDomain] = []
-    answers: list[LabelledDomain | None] = []
-    for item in loaded[1:]:
-        target = item.domain
-        if isinstance(target, UnlabelledDomain):
-            targets.append(target)
-            tests.append(item.test)
-            answers.append(None)
-            continue
-        if item.test:
-            targets.append(target.unlabelled())
-            tests.append(item.test)
-            answers.append(target)
-            continue
-        if target.held_out is None and hold_out:
-            # independent of the labels, which a target does not have
-            chance = torch.rand(len(target), generator=randomness.generator("target split", target.name))
-            count = round(hold_out * len(target))
-            target = replace(target, held_out=chance.argsort().argsort() < count)
-        seen, test = _train_and_test(target)
-        targets.append(seen.unlabelled())
-        tests.append(test)
-        answers.append(seen)
+        loaded[0] = replace(loaded[0], domain=replace(source, held_out=held_out))
+    loaded[1:] = [_held_out(item, hold_out, randomness) if hold_out else item for item in loaded[1:]]
+    seen, tests = zip(*map(_train_and_test, loaded), strict=True)
+    answers = [part if isinstance(part, LabelledDomain) else None for part in seen[1:]]
+    test_files = {item.domain.name: _test_files(item) for item in loaded}
     return Stream(
         name=name,
         order=tuple(part.name for part in parts),
-        source=train,
-        targets=tuple(targets),
-        tests=tuple(tests),
+        source=seen[0],
+        targets=tuple(part.unlabelled() if isinstance(part, LabelledDomain) else part for part in seen[1:]),
+        tests=tests,
         answers=tuple(answers),
         fingerprints={item.domain.name: item.fingerprint() for item in loaded},
         origins={item.domain.name: item.origin for item in loaded if item.origin},
         files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
         notes=tuple(note for item in loaded for note in item.notes),
+        test_files={name: files for name, files in test_files.items() if files},
+        image_counts={
+            part.name: _counts(*split) for part, split in zip(parts, zip(seen, tests, strict=True), strict=True)
+        },
     )
+
+
+def _held_out(item: LoadedDomain, share: float, randomness: Randomness) -> LoadedDomain:
+    """Chooses images of a target to test on, if it has labels and no test images yet."""
+    target = item.domain
+    if isinstance(target, UnlabelledDomain) or target.held_out is not None or item.test is not None:
+        return item
+    # independent of the labels, which a target does not have
+    chance = torch.rand(len(target), generator=randomness.generator("target split", target.name))
+    return replace(item, domain=replace(target, held_out=chance.argsort().argsort() < round(share * len(target))))
+
+
+def _counts(trained: Domain, tested: LabelledDomain | None) -> dict[str, Any]:
+    return {
+        "trained": len(trained),
+        "tested": None if tested is None else len(tested),
+        "same": tested is not None and trained is tested,
+    }
+
+
+def _test_files(item: LoadedDomain) -> tuple[str, ...]:
+    """Returns the file names of a domain's test images, if it has labels and they are known."""
+    if isinstance(item.domain, UnlabelledDomain) or item.test is not None:
+        return ()
+    held_out = item.domain.held_out
+    return item.files if held_out is None else tuple(compress(item.files, held_out.tolist()))
 
 
 def _checked(parts: Sequence[Domain]) -> LabelledDomain:
@@ -251,7 +265,11 @@ def _checked(parts: Sequence[Domain]) -> LabelledDomain:
     return source
 
 
-def _train_and_test(domain: LabelledDomain) -> tuple[LabelledDomain, LabelledDomain]:
+def _train_and_test(item: LoadedDomain) -> tuple[Domain, LabelledDomain | None]:
+    """Returns what to train on and what to test on."""
+    domain = item.domain
+    if isinstance(domain, UnlabelledDomain) or item.test is not None:
+        return domain, item.test
     if domain.held_out is None:
         return domain, domain
     tests = int(domain.held_out.sum())
