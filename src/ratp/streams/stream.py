@@ -184,6 +184,7 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     loaded = [item if isinstance(item, LoadedDomain) else LoadedDomain(item) for item in domains]
     parts = [item.domain for item in loaded]
     source = _checked(parts)
+    fingerprints = {item.domain.name: item.fingerprint() for item in loaded}  # of the domains as given
     randomness = Randomness(seed)
     if source.held_out is None and loaded[0].test is None:
         held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
@@ -199,7 +200,7 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         targets=tuple(part.unlabelled() if isinstance(part, LabelledDomain) else part for part in seen[1:]),
         tests=tests,
         answers=tuple(answers),
-        fingerprints={item.domain.name: item.fingerprint() for item in loaded},
+        fingerprints=fingerprints,
         origins={item.domain.name: item.origin for item in loaded if item.origin},
         files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
         notes=tuple(note for item in loaded for note in item.notes),
