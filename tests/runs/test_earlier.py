@@ -74,6 +74,12 @@ def early(runs, tmp_path):
     return shutil.copytree(runs / "early", tmp_path / "early")
 
 
+def test_what_the_model_gets_wrong_is_that_of_the_whole_run(runs):
+    late, whole = (read_run(runs / name).details for name in ("late", "whole"))
+    assert [[*late[stage]] for stage in range(4)] == [["ink", "mud"], *[list(NAMES)] * 3]
+    assert all(counts == whole[stage][name] for stage, domains in late.items() for name, counts in domains.items())
+
+
 def assert_same(folder, whole, short=SHORT):
     """The same network and state; the same accuracies, but for those of new domains in the stages before."""
     for name in ("state", "weights"):

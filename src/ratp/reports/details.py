@@ -125,6 +125,16 @@ def with_intervals(section: Section, table: Table) -> Table:
     return replace(table, rows=tuple(rows))
 
 
+def test_images(section: Section) -> dict[str, str]:
+    """How many images of every domain are tested, in words; nothing of domains of which runs differ or did not say."""
+    found = {}
+    for name in section.order:
+        counts = {run.test_images.get(name) for run in section.runs}
+        if len(counts) == 1 and (count := counts.pop()):
+            found[name] = f"{count:,} test images"
+    return found
+
+
 def tested_on(section: Section) -> list[str]:
     """Says whether targets are tested on the images that the model adapted to; nothing if runs did not record it."""
     said: dict[str, dict[str, None]] = {}

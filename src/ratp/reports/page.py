@@ -29,6 +29,7 @@ from ratp.reports.details import (
     baseline_of,
     detailed,
     interval_of,
+    test_images,
     tested_on,
     with_intervals,
 )
@@ -56,6 +57,7 @@ from ratp.runs.record import RunRecord, is_undone
 Kind = Literal["png", "svg"]
 _MOST_NAMED = 3  # methods that share a best number
 _MANY = 5  # methods, beyond which tables are sorted and pictures show these and the baseline
+_MOST_SECTIONS = 3  # streams and orders of a page that shows losses and what runs get wrong
 _SMALL = 110  # dots per inch of pictures with many pixels
 
 # The most domains that pictures show: there is a panel for each domain, with all domains on its axis.
@@ -148,8 +150,9 @@ def write_report(
     details: list[list[RunDetails]] = []
     for place, section in enumerate(found, start=1):
         suffix = f"-{place}" if place > 1 else ""
-        about = detailed(section, MOST_DRAWN)
-        drawn = _drawn(section, about)
+        few = len(found) <= _MOST_SECTIONS
+        about = detailed(section, MOST_DRAWN) if few else []
+        drawn = _drawn(section, about, with_losses=few)
         contents |= {f"{name}{suffix}.{kind}": data for (name, kind), data in drawn.items()}
         details.append(about)
         # of a figure in both, the SVG is drawn last and shown, unless it is large
@@ -219,7 +222,7 @@ def page_html(
     )
 
 
-def _drawn(section: Section, details: Sequence[RunDetails]) -> dict[tuple[str, Kind], bytes]:
+def _drawn(section: Section, details: Sequence[RunDetails], *, with_losses: bool) -> dict[tuple[str, Kind], bytes]:
     """The figures of a section as files, by name and kind."""
     drawn: dict[tuple[str, Kind], bytes] = {}
     groups = _pictured(section)
@@ -233,7 +236,7 @@ def _drawn(section: Section, details: Sequence[RunDetails]) -> dict[tuple[str, K
     for name, figure in figures.items():
         if figure is not None:
             drawn |= {(name, "png"): encode(figure, "png"), (name, "svg"): encode(figure, "svg")}
-    if losses := loss_curves([(part.name, part.runs[0]) for part in section.parts]):
+    if with_losses and (losses := loss_curves([(part.name, part.runs[0]) for part in section.parts])):
         drawn["losses", "png"] = encode(losses, "png", _SMALL)
     sampled = _sampled(section)
     kept = [("randmix", sample_sheet, sampled)] if sampled else []
@@ -302,7 +305,7 @@ def _view(section: Section, images: dict[str, str], details: Sequence[RunDetails
         "blocks": [
             (table.kind, [_by_part(section, table.across(section.order))[k] for k in by_mean]) for table in tables
         ],
-        "test_images": _test_images(section),
+        "test_images": test_images(section),
         "tested_on": tested_on(section),
         "has_intervals": any(value.spread.startswith(" [") for value in comparison.values),
         "details": details,
@@ -328,16 +331,6 @@ def _ranking(section: Section, measures: Sequence[Measure]) -> list[int]:
     means = [_mean(part, measures) for part in section.parts]
     keys = [(not part.finished, math.isnan(m), -m) for part, m in zip(section.parts, means, strict=True)]
     return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def _test_images(section: Section) -> dict[str, str]:
-    """How many images of every domain are tested, in words; nothing of domains of which runs differ or did not say."""
-    found = {}
-    for name in section.order:
-        counts = {run.test_images.get(name) for run in section.runs}
-        if len(counts) == 1 and (count := counts.pop()):
-            found[name] = f"{count:,} test images"
-    return found
 
 
 def _by_part(section: Section, table: Table) -> list[tuple[Group, tuple[Any, ...]]]:
