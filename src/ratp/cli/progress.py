@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from ratp.errors import RatpError
 from ratp.executors.local import run_all
+from ratp.reports.tables import duration
 from ratp.runs.events import Event, StageFinished, StageStarted, Trained
 from ratp.runs.record import RunRecord
 from ratp.runs.run import Run
@@ -250,8 +251,8 @@ class _Lines(_Display):
         name = f"{self._label} {tick.phase.name}" if self._label else tick.phase.name
         step = "" if tick.epoch_done else f" step {tick.step}/{tick.phase.steps}"
         left = (self._steps - done) / max(speed, 1e-9)
-        numbers = f"{_note(tick)}, {speed:.1f} steps/s, {left:.0f} s left"
-        self._print(f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {numbers}")
+        numbers = filter(None, (_note(tick), f"{speed:.1f} steps/s", f"{duration(left)} left"))
+        self._print(f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {', '.join(numbers)}")
 
     def finish(self, event: StageFinished) -> None:
         self._print(self._summary(event))

@@ -25,9 +25,10 @@ from ratp.cli.console import (
     stderr,
     stdout,
 )
+from ratp.cli.run_file import save
 from ratp.errors import ConfigError, RatpError
 from ratp.methods import METHODS, find_method
-from ratp.runs import DEFAULT_PRESET, SAVE_EVERY
+from ratp.runs import DEFAULT_PRESET, QUICK, SAVE_EVERY
 from ratp.runs.record import CONTINUED, RunRecord
 from ratp.streams import FOLDERS, STREAMS, find_stream, is_folder
 
@@ -37,23 +38,41 @@ if TYPE_CHECKING:
     from ratp.runs.run import Run
     from ratp.studies.execute import Executor
 
+PRESETS = (DEFAULT_PRESET, QUICK, "paper", "momentum", "own-head", "randmix")
 DEMO_METHODS = ("source-only", "ratp")
 
 
 def run(
+    context: typer.Context,
     stream: Annotated[
         str,
-        typer.Argument(help="A stream (`ratp streams` lists them), a .toml file, a folder of domains, or `folders`."),
+        typer.Argument(
+            help="A stream (`ratp streams` lists them), a .toml file of a stream or a run, a folder of domains, or "
+            "`folders`.",
+            autocompletion=lambda: [*STREAMS, FOLDERS],
+        ),
     ] = "demo",
     methods: Annotated[
         list[str] | None,
-        typer.Option("--method", "-m", metavar="NAME", help="A method, a .py file, or all; repeatable. Default ratp."),
+        typer.Option(
+            "--method",
+            "-m",
+            metavar="NAME",
+            help="A method, a .py file, or all; repeatable. Default ratp.",
+            autocompletion=lambda: ["all", *METHODS],
+        ),
     ] = None,
     orders: Annotated[
         list[str] | None,
         typer.Option("--order", metavar="NAME", help="Order of the domains: a name, or e.g. 'scan>photo'; repeatable."),
     ] = None,
-    preset: Annotated[str, typer.Option(help="Switches to start from.")] = DEFAULT_PRESET,
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="Values to start from: official, quick for a machine without a GPU, or one of the method's.",
+            autocompletion=lambda: PRESETS,
+        ),
+    ] = DEFAULT_PRESET,
     seeds: Annotated[
         list[str] | None,
         typer.Option("--seed", metavar="N", help="Seed of everything random; repeatable. Default 2022."),
@@ -64,9 +83,16 @@ def run(
             "--set",
             "-s",
             metavar="NAME=X",
-            help="Set a switch, e.g. pca.scale=8 (see `ratp methods show`); repeatable.",
+            help="Set a switch, e.g. pca.scale=8 (`ratp switches` lists them); repeatable.",
         ),
     ] = None,
+    epochs: opt.Epochs = None,
+    steps: opt.Steps = None,
+    batch: opt.Batch = None,
+    size: opt.Size = None,
+    backbone: opt.Backbone = None,
+    lr: opt.LearningRate = None,
+    memory: opt.Memory = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -108,6 +134,10 @@ def run(
     device: opt.Device = "auto",
     precision: opt.Precision = "auto",
     jobs: opt.Jobs = "auto",
+    save_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all options to this .toml file and stop.")
+    ] = None,
+    dry_run: opt.DryRun = False,
     quiet: opt.Quiet = False,
     json_: opt.Json = False,
 ) -> None:
@@ -117,7 +147,9 @@ def run(
 
     With --after, a finished run continues with the next domain.
     """
-    request_changes, problems = _parse_changes(changes or [])
+    problems: list[str] = []
+    given = {"epochs": epochs, "steps": steps, "batch": batch, "size": size, "lr": lr, "memory": memory}
+    request_changes = opt.parse_changes(changes, {**given, "backbone": backbone}, problems)
     at_once = parse_jobs(jobs, problems)
     if not save_every >= 0:
         problems.append(f"--save-every takes seconds, 0 or more, got {save_every:g}; e.g. --save-every 60.")
@@ -125,7 +157,16 @@ def run(
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     if after is not None and len(combinations) > 1:
         problems.append("--after continues from one run: give one method, one order and one seed.")
-    others = (problems, changes, orders, seeds, unlabelled, after, preset != DEFAULT_PRESET, on_bad_image != "stop")
+    others = (
+        problems,
+        request_changes,
+        orders,
+        seeds,
+        unlabelled,
+        after,
+        preset != DEFAULT_PRESET,
+        on_bad_image != "stop",
+    )
     if not any(others) and (weights, guard, device, precision, extra_classes) == (*["auto"] * 4, "stop"):
         _refuse_unknown(stream, methods or [])
 
@@ -158,6 +199,10 @@ def run(
             for method, order, seed in combinations
         ]
         plans = _resolve_all(requests, [*problems, *wrong])
+        if save_config is not None:
+            save(save_config, context)
+            say(f"Written: {save_config}. Next: ratp run {shlex.quote(str(save_config))}")
+            return
         how: dict[str, Any] = {"probe": probe, "features": features, "reuse_source": reuse_source}
         how["save_every"] = save_every or None
         if len(plans) == 1:
@@ -254,8 +299,16 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("runs/demo"),
     probe: opt.Probe = True,
+    epochs: opt.Epochs = None,
+    steps: opt.Steps = None,
+    batch: opt.Batch = None,
+    size: opt.Size = None,
+    backbone: opt.Backbone = None,
+    lr: opt.LearningRate = None,
+    memory: opt.Memory = None,
     device: opt.Device = "auto",
     jobs: opt.Jobs = "auto",
+    dry_run: opt.DryRun = False,
     quiet: opt.Quiet = False,
     json_: opt.Json = False,
 ) -> None:
@@ -269,7 +322,11 @@ def demo(
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
     first, devices = parse_devices(device, "auto", problems)
-    requests = [RunRequest(method=m, seed=s, device=first) for s in seeds or ["2022"] for m in DEMO_METHODS]
+    given = {"epochs": epochs, "steps": steps, "batch": batch, "size": size, "lr": lr, "memory": memory}
+    changes = opt.parse_changes(None, {**given, "backbone": backbone}, problems)
+    requests = [
+        RunRequest(method=m, seed=s, changes=changes, device=first) for s in seeds or ["2022"] for m in DEMO_METHODS
+    ]
     plans = _resolve_all(requests, problems)
     runs = _prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
     if len(runs) == len(DEMO_METHODS) and at_once is None and "," not in device:
@@ -346,20 +403,6 @@ def _refuse_unknown(stream: str, methods: Sequence[str]) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-
-
-def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:
-    changes: dict[str, str] = {}
-    problems = []
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or not name.strip():
-            problems.append(f"--set takes NAME=VALUE, got {item!r}; e.g. --set pca.scale=8.")
-        elif name.strip() in changes:
-            problems.append(f"--set gives {name.strip()!r} twice.")
-        else:
-            changes[name.strip()] = value
-    return changes, problems
 
 
 def _default_folder(plan: RunPlan, *, continued: bool = False) -> Path:
