@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ratp import __version__
-from ratp.cli import data, doctor, lists, predict, reports, run_file, runs, studies, switches, verify, weights
+from ratp.cli import data, demo, doctor, lists, predict, reports, run_file, runs, studies, switches, verify, weights
 from ratp.cli.console import print_error, spread_targets
 from ratp.errors import ConfigError, RatpError, print_plainly
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(runs.demo)
+app.command()(demo.demo)
 app.command()(runs.run)
 app.command()(predict.predict)
 app.command()(reports.report)

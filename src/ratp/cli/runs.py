@@ -1,4 +1,4 @@
-"""``ratp run`` and ``ratp demo``."""
+"""``ratp run``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ratp.studies.execute import Executor
 
 PRESETS = (DEFAULT_PRESET, QUICK, "paper", "momentum", "own-head", "randmix")
-DEMO_METHODS = ("source-only", "ratp")
 
 
 def run(
@@ -198,7 +197,7 @@ def run(
             )
             for method, order, seed in combinations
         ]
-        plans = _resolve_all(requests, [*problems, *wrong])
+        plans = resolve_all(requests, [*problems, *wrong])
         if save_config is not None:
             save(save_config, context)
             say(f"Written: {save_config}. Next: ratp run {shlex.quote(str(save_config))}")
@@ -210,7 +209,16 @@ def run(
             current = Run(plans[0], folder, after=after, **how)
         else:
             folders = [_default_folder(plan) for plan in plans]
-            several = _prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
+            several = prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
+    from ratp.cli.planned import show_plan
+
+    is_heard = not quiet and not json_
+    planned = []
+    if dry_run or is_heard:
+        shown = [current] if len(plans) == 1 else several
+        planned = show_plan(shown, stderr(), at_once=at_once, apart=not devices, dry=dry_run, json_=json_)
+    if dry_run:
+        return
     if len(plans) > 1:
         _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
         return
@@ -219,7 +227,7 @@ def run(
     from ratp.cli.progress import follow
     from ratp.runs.plan import with_current_defaults
 
-    follow(current, stderr(), quiet=quiet or json_)
+    follow(current, stderr(), quiet=quiet or json_, weights=planned[0].weights if planned else None)
     record = current.record()
     if json_:
         print_json(record.to_json())
@@ -250,7 +258,7 @@ def _run_several(
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr(), brief=quiet)
-    records, failed = _split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
+    records, failed = split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
@@ -264,7 +272,7 @@ def _run_several(
             say(f"Predictions: {path}")
         folders = [out] if out is not None and not failed else [record.path for record in records]
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
-    _fail(failed)
+    fail(failed)
 
 
 def _print_rollbacks(records: Sequence[RunRecord]) -> None:
@@ -274,7 +282,7 @@ def _print_rollbacks(records: Sequence[RunRecord]) -> None:
             print_note(f"{record.path}: the guard rolled back {what}.", stderr())
 
 
-def _split(
+def split(
     runs: Sequence[Run], results: Sequence[RunRecord | RatpError]
 ) -> tuple[list[RunRecord], list[tuple[Run, RatpError]]]:
     """Separates the records of finished runs from the errors of the others."""
@@ -285,7 +293,7 @@ def _split(
     return records, failed
 
 
-def _fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
+def fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
     """Prints the errors of failed runs and exits with code 2, if there are any."""
     for current, error in failed:
         print_error(f"{current.folder}: {error}")
@@ -293,60 +301,7 @@ def _fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
         raise typer.Exit(2)
 
 
-def demo(
-    seeds: Annotated[
-        list[str] | None, typer.Option("--seed", metavar="N", help="Seed; repeatable. Default 2022.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("runs/demo"),
-    probe: opt.Probe = True,
-    epochs: opt.Epochs = None,
-    steps: opt.Steps = None,
-    batch: opt.Batch = None,
-    size: opt.Size = None,
-    backbone: opt.Backbone = None,
-    lr: opt.LearningRate = None,
-    memory: opt.Memory = None,
-    device: opt.Device = "auto",
-    jobs: opt.Jobs = "auto",
-    dry_run: opt.DryRun = False,
-    quiet: opt.Quiet = False,
-    json_: opt.Json = False,
-) -> None:
-    """Run RaTP and source-only on the embedded stream and compare them. Several seeds run side by side."""
-    from ratp.cli.progress import follow, follow_all
-    from ratp.reports.page import write_report
-    from ratp.reports.tables import print_report
-    from ratp.runs.request import RunRequest
-    from ratp.studies.execute import find_executor
-
-    problems: list[str] = []
-    at_once = parse_jobs(jobs, problems)
-    first, devices = parse_devices(device, "auto", problems)
-    given = {"epochs": epochs, "steps": steps, "batch": batch, "size": size, "lr": lr, "memory": memory}
-    changes = opt.parse_changes(None, {**given, "backbone": backbone}, problems)
-    requests = [
-        RunRequest(method=m, seed=s, changes=changes, device=first) for s in seeds or ["2022"] for m in DEMO_METHODS
-    ]
-    plans = _resolve_all(requests, problems)
-    runs = _prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
-    if len(runs) == len(DEMO_METHODS) and at_once is None and "," not in device:
-        for current in runs:
-            follow(current, stderr(), quiet=quiet or json_)
-        results: list[RunRecord | RatpError] = [current.record() for current in runs]
-    else:
-        executor = find_executor(devices=devices)
-        results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
-    records, failed = _split(runs, results)
-    page = write_report(records, out / "report") if records else None
-    if json_:
-        print_json({"runs": [record.to_json() for record in records], "report": str(page) if page else None})
-    elif not quiet and records:
-        print_report(records, stdout())
-        say(f"Report: {page}")
-    _fail(failed)
-
-
-def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -> list[RunPlan]:
+def resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -> list[RunPlan]:
     """Resolves all requests, or raises the mistakes of all of them together."""
     from ratp.runs.plan import resolve
 
@@ -367,7 +322,7 @@ def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -
     return plans
 
 
-def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -> list[Run]:
+def prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -> list[Run]:
     """Prepares a run per plan and loads its images, or raises everything that is wrong."""
     from ratp.runs.run import Run
 
