@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,8 +103,8 @@ def run(
     after: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a finished run to continue with further domains: the order must begin with its order, "
-            "and only the new domains are trained on.",
+            help="Directory of a finished run to continue with further domains, which --targets names: only these are "
+            "trained on, with the method and all settings of that run.",
         ),
     ] = None,
     subset: Annotated[bool, typer.Option("--subset", help="Allow an order that leaves out domains.")] = False,
@@ -147,6 +148,10 @@ def run(
     With --after, a finished run continues with the next domain.
     """
     problems: list[str] = []
+
+    def is_default(name: str) -> bool:
+        return str(context.get_parameter_source(name)).endswith("DEFAULT")
+
     given = {"epochs": epochs, "steps": steps, "batch": batch, "size": size, "lr": lr, "memory": memory}
     request_changes = opt.parse_changes(changes, {**given, "backbone": backbone}, problems)
     at_once = parse_jobs(jobs, problems)
@@ -197,6 +202,10 @@ def run(
             )
             for method, order, seed in combinations
         ]
+        if after is not None and source is None and not problems and is_default("stream"):
+            if not targets:
+                raise ConfigError(f"--after {after} needs the new domains: --targets FOG")
+            requests = [_inherited(requests[0], after, is_default)]
         plans = resolve_all(requests, [*problems, *wrong])
         if save_config is not None:
             save(save_config, context)
@@ -243,6 +252,15 @@ def run(
         place = shlex.quote(str(current.folder))
         own = f", or ratp predict {place} IMAGES" if current.plan.spec.values == FOLDERS else ""
         say(f"Next: ratp report {place}{own}")
+
+
+def _inherited(request: RunRequest, after: Path, is_default: Callable[[str], bool]) -> RunRequest:
+    """Returns a request with everything from an earlier run that was not given."""
+    from ratp.runs.continuation import inherited
+
+    found = inherited(request, after)
+    given = {"method": "methods", "seed": "seeds", "preset": "preset", "weights": "weights", "guard": "guard"}
+    return replace(found, **{name: getattr(request, name) for name, option in given.items() if not is_default(option)})
 
 
 def _run_several(

@@ -209,11 +209,11 @@ def measure(plan: RunPlan, stream: Stream) -> Costs:
         batch = max(min(int(LONGEST_STEP / (_PASSES_OF_A_STEP * max(seconds, 1e-9))), full), min(LEAST_BATCH, full))
         small = replace(plan, recipe=replace(plan.recipe, batch=batch, lr=_NO_RATE))
         method = small.build_method(stream)
-        source, target = stream.source, stream.targets[0]
+        source, target = stream.source, stream.targets[-1]
         source = source.subset(_some(source, count, plan.seed))
         chosen = _some(target, count, plan.seed)
         target = UnlabelledDomain(target.name, target.images[chosen])
-        answer = stream.answers[0].subset(chosen) if stream.answers[0] is not None else None
+        answer = stream.answers[-1].subset(chosen) if stream.answers[-1] is not None else None
         rounds = 2 if batch < full else 3
         on_source = _measured(method.source_phases(source), clock, rounds, len(source), full / batch)
         _make_confident(method)
@@ -282,7 +282,7 @@ def _memory(device: torch.device) -> int:
 def _file(plan: RunPlan, stream: Stream) -> Path:
     """The file for what was measured with these settings on this device and as many images."""
     decisions = {name: value for name, value in plan.decisions().items() if name not in ("seed", "order", "stream")}
-    images = [len(stream.source), len(stream.targets[0]), *stream.image_size, len(stream.classes)]
+    images = [len(stream.source), len(stream.targets[-1]), *stream.image_size, len(stream.classes)]
     about = [decisions, images, plan.guard, describe_environment(plan.device, plan.precision)]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "estimates" / f"{digest[:32]}.json"

@@ -29,7 +29,7 @@ from ratp.runs.record import LABEL_SHIFT, RunRecord, fingerprint_of
 from ratp.runs.request import RunRequest, check_types
 from ratp.streams import FOLDERS, STREAMS, find_stream
 from ratp.streams.files import problems_listed
-from ratp.streams.folders import from_paths, without_labels
+from ratp.streams.folders import after_earlier, from_paths, without_labels
 from ratp.streams.label_shift import shift_labels
 from ratp.streams.stream import DataOptions, Domain, LoadedDomain, Stream, StreamSpec, make_stream, parse_order
 from ratp.training.method import Method, Setting
@@ -226,6 +226,7 @@ class RunPlan:
             "changed": dict(self.changed),
             "origins": dict(stream.origins),
             "notes": list(stream.notes),
+            **({"gone": list(stream.gone)} if stream.gone else {}),
             "weights_name": self.weights.name if self.weights else None,
             "evaluation_statistics": self.method.evaluation_statistics(self.config),
             "uses_target_labels": self.method.uses_target_labels(self.config),
@@ -346,6 +347,8 @@ def _find_guard(name: str, spec: StreamSpec | None) -> Mode:
 
 def _find_stream(request: RunRequest) -> StreamSpec:
     """Finds the stream by name, or builds the one of the given source and targets."""
+    if request.earlier is not None:
+        return after_earlier(request.earlier, [Path(target) for target in request.targets], request.unlabelled)
     if request.stream == FOLDERS:
         if request.source is None:
             raise ConfigError(f"stream {FOLDERS} needs its images: --source DAY --targets RAIN NIGHT")

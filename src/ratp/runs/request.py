@@ -12,6 +12,7 @@ import torch
 
 from ratp.errors import ConfigError
 from ratp.runs import DEFAULT_PRESET
+from ratp.streams.folders import EarlierDomains
 from ratp.streams.stream import DataOptions
 
 
@@ -42,6 +43,7 @@ class RunRequest:
             no list.
         online: Whether to stream every target past a copy of the model once, before the stage that trains on it, and
             to measure the accuracy meanwhile. It changes no other result.
+        earlier: The domains of the run that this one continues, if they come from there; ``targets`` are further ones.
     """
 
     stream: str = "demo"
@@ -60,6 +62,7 @@ class RunRequest:
     guard: str = "auto"
     unlabelled: Sequence[Path | str] = ()
     online: bool = False
+    earlier: EarlierDomains | None = None
 
     def __post_init__(self) -> None:
         """Turns the values into plain data."""

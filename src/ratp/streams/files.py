@@ -80,12 +80,12 @@ def problems_listed(
             problems.append(f"domain {name!r}: {error}")
     source = next(iter(paths))
     known = found[source].classes if source in found else ("unknown", "as it cannot be listed")
-    if known is None:
+    if known is None and classes is None:
         problems.append(
             f"the source {source!r} has no labels: all its images are directly in {paths[source]}. "
             "Put them into one folder per class."
         )
-    elif len(known) < 2 and classes is None:
+    elif known is not None and len(known) < 2 and classes is None:
         problems.append(
             f"the source {source!r} has a single class ({known[0]}): it needs at least two, each in a folder of its "
             f"own in {paths[source]}."

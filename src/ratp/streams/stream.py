@@ -55,6 +55,7 @@ class LoadedDomain:
     origin: str | None = None  # how it differs from the published data, e.g. that it was rebuilt
     files: tuple[str, ...] = ()  # file name of every image, if they come from files
     notes: tuple[str, ...] = ()  # what the user should know
+    is_gone: bool = False  # whether its images are gone, and blank ones stand for them
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Stream:
         origins: By domain, how it differs from the published data.
         files: File names of the domains without labels.
         notes: What the user should know about the images.
+        gone: Domains of an earlier run whose images are gone: they can be neither trained on nor measured.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Stream:
     origins: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -107,7 +110,8 @@ class Stream:
     @property
     def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
         """The targets without labels."""
-        return tuple(target for target, test in zip(self.targets, self.tests[1:], strict=True) if test is None)
+        pairs = zip(self.targets, self.tests[1:], strict=True)
+        return tuple(target for target, test in pairs if test is None and target.name not in self.gone)
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -170,12 +174,13 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     """
     loaded = [item if isinstance(item, LoadedDomain) else LoadedDomain(item) for item in domains]
     parts = [item.domain for item in loaded]
+    gone = tuple(item.domain.name for item in loaded if item.is_gone)
     source = _checked(parts)
     randomness = Randomness(seed)
     if source.held_out is None:
         held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
         source = replace(source, held_out=held_out)
-    train, test = _train_and_test(source)
+    train, test = (source, None) if source.name in gone else _train_and_test(source)
     tests: list[LabelledDomain | None] = [test]
     targets: list[UnlabelledDomain] = []
     answers: list[LabelledDomain | None] = []
@@ -203,8 +208,13 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         answers=tuple(answers),
         fingerprints={part.name: part.fingerprint() for part in parts},
         origins={item.domain.name: item.origin for item in loaded if item.origin},
-        files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
+        files={
+            item.domain.name: item.files
+            for item in loaded
+            if isinstance(item.domain, UnlabelledDomain) and not item.is_gone
+        },
         notes=tuple(note for item in loaded for note in item.notes),
+        gone=gone,
     )
 
 
