@@ -94,8 +94,7 @@ class Planned:
 def _counts(stream: Stream) -> list[tuple[str, int, int | None]]:
     """The images to train on and to test on, by domain; None: it has no labels."""
     images = [len(stream.source), *map(len, stream.targets)]
-    tests = [None if test is None else len(test) for test in stream.tests]
-    return list(zip(stream.order, images, tests, strict=True))
+    return list(zip(stream.order, images, stream.test_counts, strict=True))
 
 
 def _first_stage(run: Run) -> int:

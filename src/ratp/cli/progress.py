@@ -139,6 +139,7 @@ class _Watcher:
         self._display, self._weights = display, weights
         self._whole = max(sum(weights), 1e-9)
         self._begun: float | None = None
+        self._stage, self._of = 0, 1
         self._started = time.perf_counter()
         self._shown_at = self._stage_started = time.perf_counter()
         self._steps = self._before = 0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ratp.runs.run import Run
     from ratp.studies.execute import Executor
 
-PRESETS = (DEFAULT_PRESET, QUICK, "paper", "momentum", "own-head", "randmix")
+PRESETS = (DEFAULT_PRESET, QUICK, "paper", "momentum", "own-head")
 
 
 def run(

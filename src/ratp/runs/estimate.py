@@ -125,7 +125,7 @@ def estimate(
     """
     costs = _kept(plan, stream) or _measured_and_kept(plan, stream)
     lengths, reused = _lengths(plan, stream, reuse_source=reuse_source)
-    tests = [None if test is None else len(test) for test in stream.tests]
+    tests = stream.test_counts
     measured = sum(count or 0 for count in tests)
     known = min(len(stream.source), KNOWN_IMAGES)
     stages = []

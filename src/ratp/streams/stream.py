@@ -108,6 +108,11 @@ class Stream:
         return self.source.classes
 
     @property
+    def test_counts(self) -> list[int | None]:
+        """How many images every domain is tested on; None for a domain without labels."""
+        return [None if test is None else len(test) for test in self.tests]
+
+    @property
     def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
         """The targets without labels."""
         pairs = zip(self.targets, self.tests[1:], strict=True)
