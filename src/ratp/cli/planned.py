@@ -19,6 +19,7 @@ from ratp.networks.network import Network
 from ratp.reports.tables import duration
 from ratp.runs import QUICK
 from ratp.runs.estimate import Estimate, estimate
+from ratp.runs.plan import RunPlan
 from ratp.runs.run import Run
 from ratp.streams.stream import Stream
 
@@ -32,6 +33,7 @@ class Planned:
 
     def __init__(self, run: Run, *, thorough: bool) -> None:
         self.run, self.problem = run, ""
+        self.images = [(name, images) for name, images, _ in _counts(run.stream)]
         self.estimate: Estimate | None = None
         self.first = _first_stage(run)
         recipe, stages = run.plan.recipe, len(run.plan.order) - self.first
@@ -153,6 +155,11 @@ def print_plan(planned: Sequence[Planned], seconds: float, console: Console) -> 
     for head, text in lines.items():
         for number, line in enumerate(text.split("\n")):
             console.print(f"[bold]{'' if number else head:<8}[/] {escape(line)}", soft_wrap=True)
+    advise(plan, seconds, console)
+
+
+def advise(plan: RunPlan, seconds: float, console: Console) -> None:
+    """Says what would be quicker, if runs like this take long on a processor."""
     if seconds > HOUR and plan.device.type == "cpu":
         quicker = "" if plan.preset == QUICK else f"--preset {QUICK}, "
         console.print(
@@ -181,11 +188,11 @@ def _time(planned: Sequence[Planned], seconds: float) -> str:
         return "short"
     runs = f", {len(planned)} runs" if len(planned) > 1 else ""
     stages = planned[0].estimate.stages if planned[0].estimate and not runs else ()
-    apart = ", ".join(f"{stage.domain} {_about(stage.cost.wall)}" for stage in stages)
-    return f"about {_about(seconds)}{runs}" + (f" ({apart})" if len(stages) > 1 else "")
+    apart = ", ".join(f"{stage.domain} {about_time(stage.cost.wall)}" for stage in stages)
+    return f"about {about_time(seconds)}{runs}" + (f" ({apart})" if len(stages) > 1 else "")
 
 
-def _about(seconds: float) -> str:
+def about_time(seconds: float) -> str:
     """A time that is not more exact than an estimate can be."""
     if seconds < 90:
         return f"{max(round(seconds), 1)} s"
