@@ -54,8 +54,10 @@ class TestLines:
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_UPDATES", -1)
         lines = shown(Run(toy_plan(), tmp_path / "run")).splitlines()
         assert len(lines) == 3 * (2 + 2)
-        assert re.fullmatch(r"  source epoch 1/2: loss \d+\.\d\d, \d+\.\d steps/s, \d+ s left", lines[1])
-        pattern = r"  target epoch 2/2: loss -?\d+\.\d\d conf \d+%, \d+\.\d steps/s, 0 s left"
+        assert re.fullmatch(
+            r"  source epoch 1/2: loss \d+\.\d\d, \d+\.\d steps/s, 17 % of the run, .* s left", lines[1]
+        )
+        pattern = r"  target epoch 2/2: loss -?\d+\.\d\d conf \d+%, \d+\.\d steps/s, 67 % of the run, .* s left"
         assert re.fullmatch(pattern, lines[6])
         assert "agree" in lines[5]
 
@@ -177,7 +179,7 @@ def test_loss_is_read_only_when_shown(tmp_path, monkeypatch):
     )
     run = SimpleNamespace(plan=toy_plan("source-only"), stream=SimpleNamespace(order=("a",)))
     display = progress._Lines(run, Console(file=io.StringIO()))
-    watcher = progress._Watcher(display)
+    watcher = progress._Watcher(display, [1.0])
     for _ in range(50):
         watcher.see(Trained(0, "a", tick))
     assert reads == []

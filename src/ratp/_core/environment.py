@@ -46,10 +46,12 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(unknown("device", name, ("auto", "cpu", "cuda"))) from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(unknown("device", name, ("auto", "cpu", "cuda")))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        is_gpu = name.lower().startswith("gpu")  # which looks most like "cpu"
+        meant = f"unknown device {name!r}. Did you mean 'cuda'? Valid: auto, cpu, cuda." if is_gpu else ""
+        raise ConfigError(meant or unknown("device", name, ("auto", "cpu", "cuda")))
     available = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= available:
         raise ConfigError(f"device {name!r} is not available: {available} CUDA device(s) found. Use cpu or auto.")

@@ -44,13 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; ``blocks`` means that nothing runs until it is fixed."""
+    """The result of one check.
+
+    ``blocks`` means that nothing runs until it is fixed, ``absent`` that something optional is not there.
+    """
 
     what: str
     found: str
     ok: bool = True
     advice: str = ""
     blocks: bool = False
+    absent: bool = False
 
 
 LEAST_FREE_MEMORY = 1 << 30
@@ -197,7 +201,7 @@ def _data_set(folder: Path, name: str, *, thorough: bool) -> Iterator[Finding]:
     yield from findings
     if missing:
         here = f"{len(found)} of {len(found) + len(missing)} domains; missing: {', '.join(missing)}"
-        yield Finding(name, here, ok=not found, advice=f"ratp data get {name}")
+        yield Finding(name, here, ok=not found, advice=f"ratp data get {name}", absent=not found)
     elif all(finding.ok for finding in findings):
         yield Finding(name, f"all {len(found)} domains" + (", every image checked" if thorough else ""))
 
@@ -355,7 +359,8 @@ def _print(findings: list[Finding]) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for finding in findings:
-        mark = "[green]✓[/]" if finding.ok else "[red]✗[/]" if finding.blocks else "[yellow]![/]"
+        wrong = "[red]✗[/]" if finding.blocks else "[yellow]![/]"
+        mark = "[dim]–[/]" if finding.absent else "[green]✓[/]" if finding.ok else wrong
         advice = "" if finding.ok else f"\n[yellow]→ {escape(finding.advice)}[/]"
         table.add_row(mark, escape(finding.what), escape(finding.found) + advice)
     stdout().print(table)

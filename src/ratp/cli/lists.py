@@ -132,7 +132,7 @@ def show_method(
     console.print(f"Presets: {presets}. Values below: [bold]{escape(preset)}[/], on {escape(stream)}.{more}\n")
     if sizes := preset_sizes(method, preset):
         console.print(f"It also sets {', '.join(f'{size}={value}' for size, value in sizes.items())}.\n", markup=False)
-    _print_switches(config, _values(name, DEFAULT_PRESET, stream))
+    print_switches(config, _values(name, DEFAULT_PRESET, stream))
     console.print("[dim]#n: row n of docs/ratp.md, where RaTP's paper and its published code differ.[/]")
 
 
@@ -150,7 +150,7 @@ def _explained(method: type[Method]) -> str:
     return rest if re.match(r'.* — .*"', first) else f"{first}\n\n{rest}".rstrip()
 
 
-def _print_switches(config: Any, default: Any) -> None:
+def print_switches(config: Any, default: Any) -> None:
     """Prints all switches of a configuration, highlighting values that are not the default."""
     usual = as_dict(default)
     table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
@@ -221,7 +221,7 @@ def show_stream(
             loaded = spec.load(codes, spec.recipe.size, options)
         except RatpError:
             if spec.name in STREAMS and not json_:  # a benchmark has settings without its images
-                _print_switches(spec.recipe, spec.recipe)
+                print_switches(spec.recipe, spec.recipe)
             raise
     for note in [note for item in loaded for note in item.notes] if not json_ else []:
         print_note(note, stderr())
@@ -231,7 +231,7 @@ def show_stream(
         rows = [{"domain": d.name, "images": len(d), "held_out": _test_part(d)} for d in domains]
         print_json({"stream": name, "sheet": str(path), "domains": rows})
         return
-    _print_switches(spec.recipe, spec.recipe)
+    print_switches(spec.recipe, spec.recipe)
     table = Table("domain", "images", "test part", "what it is", box=None, header_style="bold", pad_edge=False)
     for domain in domains:
         test = str(_test_part(domain)) if _test_part(domain) else "–"

@@ -7,22 +7,21 @@ import io
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ratp import __version__
-from ratp.cli import data, doctor, lists, predict, reports, runs, studies, verify, weights
+from ratp.cli import data, demo, doctor, lists, predict, reports, run_file, runs, studies, switches, verify, weights
 from ratp.cli.console import print_error, spread_targets
 from ratp.errors import ConfigError, RatpError, print_plainly
 
 app = typer.Typer(
     help="Continual domain shift learning: RaTP and the methods it is compared with.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(runs.demo)
+app.command()(demo.demo)
 app.command()(runs.run)
 app.command()(predict.predict)
 app.command()(reports.report)
@@ -30,6 +29,7 @@ app.command()(verify.verify)
 app.add_typer(studies.app, name="study")
 app.add_typer(lists.methods, name="methods")
 app.add_typer(lists.streams, name="streams")
+app.command("switches")(switches.list_switches)
 app.add_typer(data.app, name="data")
 app.command("import-weights")(weights.import_weights)
 app.command()(doctor.doctor)
@@ -58,7 +58,8 @@ def main() -> None:
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # for encodings without × and ✓
         print_plainly()
-        app(spread_targets(sys.argv[1:]) or ["--help"], prog_name="ratp")
+        words = run_file.expand(spread_targets(sys.argv[1:]), _options_of_run()) if sys.argv[1:] else ["--help"]
+        app(words, prog_name="ratp")
     except RatpError as error:
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:
@@ -76,6 +77,11 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:  # before a command began
         sys.exit(128 + signal.SIGINT)
+
+
+def _options_of_run() -> list[Any]:
+    commands: Any = typer.main.get_command(app)
+    return list(commands.commands["run"].params)
 
 
 def _disk_full(error: Exception) -> str | None:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+# Options for the switches that people look for first; --set takes all others.
+SHORTHANDS: Mapping[str, str] = {
+    **{name: name for name in ("epochs", "steps", "batch", "size", "lr", "memory")},
+    "backbone": "network.backbone",
+}
+Epochs = Annotated[str | None, typer.Option(metavar="N", help="Epochs of a stage; short for --set epochs=N.")]
+Steps = Annotated[str | None, typer.Option(metavar="N", help="Steps of an epoch.")]
+Batch = Annotated[str | None, typer.Option(metavar="N", help="Images in a batch.")]
+Size = Annotated[str | None, typer.Option(metavar="N", help="Side of the images, in pixels.")]
+Backbone = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Feature extractor: dtn, resnet18, resnet50, resnet101, timm:NAME.")
+]
+LearningRate = Annotated[str | None, typer.Option("--lr", metavar="X", help="Initial learning rate of a stage.")]
+Memory = Annotated[str | None, typer.Option(metavar="N", help="Images of all domains to keep for replay.")]
 
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only warnings and errors.")
@@ -36,6 +52,9 @@ Weights = Annotated[
     typer.Option(
         help="Initial weights: a .safetensors file, imagenet, none, or auto: $RATP_WEIGHTS, else the backbone's."
     ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be done and how long it takes, and stop; writes nothing.")
 ]
 Probe = Annotated[
     bool,
@@ -69,3 +88,23 @@ ReuseSource = Annotated[
     bool,
     typer.Option(help="Reuse the source network of an earlier run with the same settings. Changes no result."),
 ]
+
+
+def parse_changes(
+    items: Iterable[str] | None, shorthands: Mapping[str, str | None], problems: list[str]
+) -> dict[str, str]:
+    """Returns the values of switches given by --set and by options of their own; adds mistakes to ``problems``."""
+    changes = {SHORTHANDS[option]: value for option, value in shorthands.items() if value is not None}
+    options = {SHORTHANDS[option]: f"--{option}" for option, value in shorthands.items() if value is not None}
+    for item in items or ():
+        name, equals, value = item.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            problems.append(f"--set takes NAME=VALUE, got {item!r}; e.g. --set pca.scale=8.")
+        elif name in options:
+            problems.append(f"{options[name]} {changes[name]} and --set {item} set the same: give one of them.")
+        elif name in changes:
+            problems.append(f"--set gives {name!r} twice.")
+        else:
+            changes[name] = value
+    return changes

@@ -12,10 +12,11 @@ from contextlib import closing, contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from ratp.errors import RatpError
 from ratp.executors.local import run_all
+from ratp.reports.tables import duration
 from ratp.runs.events import Event, StageFinished, StageStarted, Trained
 from ratp.runs.record import RunRecord
 from ratp.runs.run import Run
@@ -27,19 +28,23 @@ SECONDS_BETWEEN_UPDATES = 0.25
 # Between lines, at the ends of epochs and within them.
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_WITHIN_EPOCHS = 60.0
+LEAST_SHARE = 0.01  # of a run, to say from it how long the rest takes
 WIDEST_TEXT = 80
 WIDEST_LABEL = 26  # next to a bar
 
 
-def follow(run: Run, console: Console, *, quiet: bool) -> None:
-    """Executes a run and shows it. Ctrl-C and SIGTERM stop it where the same command continues."""
+def follow(run: Run, console: Console, *, quiet: bool, weights: Sequence[float] | None = None) -> None:
+    """Executes a run and shows it. Ctrl-C and SIGTERM stop it where the same command continues.
+
+    ``weights`` says how long each stage is, relative to the others.
+    """
     with interruptible(console) as stop, closing(run.events()) as events:
         if quiet:
             for _ in events:
                 stop.check()
             return
         with _displays([run], console) as show:
-            watcher = _Watcher(show(run, None))
+            watcher = _Watcher(show(run, None), run, weights)
             for event in events:
                 watcher.see(event)
                 stop.check()
@@ -55,7 +60,7 @@ def follow_all(
         if quiet:
             return on(runs, at_once=at_once, on_event=lambda run, event: stop.check())
         with _displays(runs, console) as show:
-            watchers = {id(run): _Watcher(show(run, label)) for run, label in zip(runs, labels(runs), strict=True)}
+            watchers = {id(run): _Watcher(show(run, label), run) for run, label in zip(runs, labels(runs), strict=True)}
 
             def see(run: Run, event: Event) -> None:
                 watchers[id(run)].see(event)
@@ -75,7 +80,7 @@ def shown(run: Run, console: Console, *, quiet: bool) -> Iterator[Callable[[Even
         yield lambda event: None
         return
     with _displays([run], console) as show:
-        yield _Watcher(show(run, None)).see
+        yield _Watcher(show(run, None), run).see
 
 
 class Stop:
@@ -135,10 +140,14 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 class _Watcher:
-    """Passes the events of a run on to its display, but only some of its steps."""
+    """Passes the events of a run on to its display, but only some of its steps; measures its progress as a whole."""
 
-    def __init__(self, display: _Display) -> None:
-        self._display = display
+    def __init__(self, display: _Display, run: Run, weights: Sequence[float] | None = None) -> None:
+        self._display, self._weights = display, weights or [1.0] * len(run.plan.order)
+        self._whole = max(sum(self._weights), 1e-9)
+        self._begun: float | None = None
+        self._stage, self._of = 0, 1
+        self._started = time.perf_counter()
         self._shown_at = self._stage_started = time.perf_counter()
         self._steps = self._before = 0
         self.any_event = False
@@ -147,16 +156,30 @@ class _Watcher:
         self.any_event = True
         if isinstance(event, StageStarted):
             self._stage_started, self._steps, self._before = time.perf_counter(), event.done, event.done
-            self._display.start(event)
+            self._stage, self._of = event.stage, max(event.steps, 1)
+            if self._begun is None:
+                self._begun = self._done()
+            self._display.start(event, self._done())
         elif isinstance(event, Trained):
             self._steps += event.tick.made
             now = time.perf_counter()
             if now - self._shown_at > SECONDS_BETWEEN_UPDATES or event.tick.epoch_done:
                 self._shown_at = now
                 speed = (self._steps - self._before) / max(now - self._stage_started, 1e-9)
-                self._display.step(event.tick, self._steps, speed)
+                self._display.step(event.tick, self._done(), speed, self._left(now))
         elif isinstance(event, StageFinished):
             self._display.finish(event)
+
+    def _done(self) -> float:
+        """The share of the whole run that is done."""
+        done = sum(self._weights[: self._stage]) + self._weights[self._stage] * min(self._steps / self._of, 1.0)
+        return done / self._whole
+
+    def _left(self, now: float) -> float | None:
+        """The seconds left of the whole run at the speed so far; None if that is too early to say."""
+        done = self._done()
+        made = done - (self._begun or 0.0)
+        return (now - self._started) / made * (1 - done) if made > LEAST_SHARE else None
 
 
 @contextmanager
@@ -170,7 +193,6 @@ def _displays(runs: Sequence[Run], console: Console) -> Iterator[Callable[[Run, 
         BarColumn(bar_width=None),
         TaskProgressColumn(),
         TextColumn("[dim]{task.fields[note]}[/]"),
-        TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, transient=True, expand=True) as progress:
         yield lambda run, label: _Bar(run, console, progress, label if len(runs) > 1 else None)
@@ -183,11 +205,12 @@ class _Display:
         self._run, self._console, self._label = run, console, label
         self._name = label or run.plan.method.name
 
-    def start(self, event: StageStarted) -> None:
+    def start(self, event: StageStarted, done: float) -> None:
+        """Shows that a stage begins, when a share ``done`` of the whole run is done."""
         raise NotImplementedError
 
-    def step(self, tick: Tick, done: int, speed: float) -> None:
-        """Shows that ``done`` updates of the stage are done, at ``speed`` updates per second."""
+    def step(self, tick: Tick, done: float, speed: float, left: float | None) -> None:
+        """Shows the share of the run that is done, the updates per second, and the seconds left of the whole run."""
         raise NotImplementedError
 
     def finish(self, event: StageFinished) -> None:
@@ -203,7 +226,7 @@ class _Display:
 
 
 class _Bar(_Display):
-    """A bar for the current stage and a line for every finished one.
+    """A bar for the run and a line for every finished stage.
 
     A run among others has a label, and a bar only from its first step to its last.
     """
@@ -215,19 +238,21 @@ class _Bar(_Display):
         if label is None:
             self._task = progress.add_task(f"[bold]{escape(self._name)}[/] preparing", total=None, note="")
 
-    def start(self, event: StageStarted) -> None:
+    def start(self, event: StageStarted, done: float) -> None:
         short = self._name
         if self._label and len(short) > WIDEST_LABEL:
             short = f"{short[: WIDEST_LABEL - 1]}…"
         name = f"[bold]{escape(short)}[/] {escape(self._place(event))}"
         if self._task is None:
             self._task = self._progress.add_task(name, note="")
-        self._progress.reset(self._task, total=event.steps or None, completed=event.done, description=name, note="")
+        self._progress.update(self._task, total=1.0, completed=done, description=name, note="")
 
-    def step(self, tick: Tick, done: int, speed: float) -> None:
+    def step(self, tick: Tick, done: float, speed: float, left: float | None) -> None:
         assert self._task is not None
         note = _loss(tick) if self._label else _note(tick)
-        self._progress.update(self._task, completed=done, note=f"{note} {speed:.1f}/s".lstrip())
+        rest = "" if left is None else f"{duration(left)} left"
+        parts = filter(None, (note, f"{speed:.1f}/s", rest))
+        self._progress.update(self._task, completed=done, note=" ".join(parts))
 
     def finish(self, event: StageFinished) -> None:
         rollback = _rollback(event, self._console.width)
@@ -246,22 +271,21 @@ class _Lines(_Display):
     def __init__(self, run: Run, console: Console, label: str | None = None) -> None:
         super().__init__(run, console, label)
         self._printed_at = time.perf_counter()
-        self._steps = 0
 
-    def start(self, event: StageStarted) -> None:
-        self._steps = event.steps
+    def start(self, event: StageStarted, done: float) -> None:
+        del done
         before = f", {event.done} of them done before" if event.done else ""
         self._print(f"{self._name} stage {self._place(event)}: {event.images} images, {event.steps} steps{before}")
 
-    def step(self, tick: Tick, done: int, speed: float) -> None:
+    def step(self, tick: Tick, done: float, speed: float, left: float | None) -> None:
         pause = SECONDS_BETWEEN_LINES if tick.epoch_done else SECONDS_WITHIN_EPOCHS
         if time.perf_counter() - self._printed_at < pause:
             return
         name = f"{self._label} {tick.phase.name}" if self._label else tick.phase.name
         step = "" if tick.epoch_done else f" step {tick.step}/{tick.phase.steps}"
-        left = (self._steps - done) / max(speed, 1e-9)
-        numbers = f"{_note(tick)}, {speed:.1f} steps/s, {left:.0f} s left"
-        self._print(f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {numbers}")
+        rest = "" if left is None else f", {duration(left)} left"
+        numbers = filter(None, (_note(tick), f"{speed:.1f} steps/s", f"{100 * done:.0f} % of the run{rest}"))
+        self._print(f"  {name} epoch {tick.epoch + 1}/{tick.phase.epochs}{step}: {', '.join(numbers)}")
 
     def finish(self, event: StageFinished) -> None:
         self._print(self._summary(event))

@@ -1,9 +1,10 @@
-"""``ratp run`` and ``ratp demo``."""
+"""``ratp run``."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +27,10 @@ from ratp.cli.console import (
     stderr,
     stdout,
 )
+from ratp.cli.run_file import save
 from ratp.errors import ConfigError, RatpError
 from ratp.methods import METHODS, find_method
-from ratp.runs import DEFAULT_PRESET, SAVE_EVERY
+from ratp.runs import DEFAULT_PRESET, QUICK, SAVE_EVERY
 from ratp.runs.record import CONTINUED, RunRecord
 from ratp.streams import FOLDERS, STREAMS, find_stream, is_folder
 
@@ -38,23 +40,40 @@ if TYPE_CHECKING:
     from ratp.runs.run import Run
     from ratp.studies.execute import Executor
 
-DEMO_METHODS = ("source-only", "ratp")
+PRESETS = (DEFAULT_PRESET, QUICK, "paper", "momentum", "own-head")
 
 
 def run(
+    context: typer.Context,
     stream: Annotated[
         str,
-        typer.Argument(help="A stream (`ratp streams` lists them), a .toml file, a folder of domains, or `folders`."),
+        typer.Argument(
+            help="A stream (`ratp streams` lists them), a .toml file of a stream or a run, a folder of domains, or "
+            "`folders`.",
+            autocompletion=lambda: [*STREAMS, FOLDERS],
+        ),
     ] = "demo",
     methods: Annotated[
         list[str] | None,
-        typer.Option("--method", "-m", metavar="NAME", help="A method, a .py file, or all; repeatable. Default ratp."),
+        typer.Option(
+            "--method",
+            "-m",
+            metavar="NAME",
+            help="A method, a .py file, or all; repeatable. Default ratp.",
+            autocompletion=lambda: ["all", *METHODS],
+        ),
     ] = None,
     orders: Annotated[
         list[str] | None,
         typer.Option("--order", metavar="NAME", help="Order of the domains: a name, or e.g. 'scan>photo'; repeatable."),
     ] = None,
-    preset: Annotated[str, typer.Option(help="Switches to start from.")] = DEFAULT_PRESET,
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="Values to start from: official, quick for a machine without a GPU, or one of the method's.",
+            autocompletion=lambda: PRESETS,
+        ),
+    ] = DEFAULT_PRESET,
     seeds: Annotated[
         list[str] | None,
         typer.Option("--seed", metavar="N", help="Seed of everything random; repeatable. Default 2022."),
@@ -65,9 +84,16 @@ def run(
             "--set",
             "-s",
             metavar="NAME=X",
-            help="Set a switch, e.g. pca.scale=8 (see `ratp methods show`); repeatable.",
+            help="Set a switch, e.g. pca.scale=8 (`ratp switches` lists them); repeatable.",
         ),
     ] = None,
+    epochs: opt.Epochs = None,
+    steps: opt.Steps = None,
+    batch: opt.Batch = None,
+    size: opt.Size = None,
+    backbone: opt.Backbone = None,
+    lr: opt.LearningRate = None,
+    memory: opt.Memory = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -78,8 +104,8 @@ def run(
     after: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of a finished run to continue with further domains: the order must begin with its order, "
-            "and only the new domains are trained on.",
+            help="Directory of a finished run to continue with further domains, which --targets names: only these are "
+            "trained on, with the method and all settings of that run.",
         ),
     ] = None,
     subset: Annotated[bool, typer.Option("--subset", help="Allow an order that leaves out domains.")] = False,
@@ -109,6 +135,10 @@ def run(
     device: opt.Device = "auto",
     precision: opt.Precision = "auto",
     jobs: opt.Jobs = "auto",
+    save_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all options to this .toml file and stop.")
+    ] = None,
+    dry_run: opt.DryRun = False,
     quiet: opt.Quiet = False,
     json_: opt.Json = False,
 ) -> None:
@@ -118,9 +148,15 @@ def run(
 
     With --after, a finished run continues with the next domain.
     """
-    request_changes, problems = _parse_changes(changes or [])
+    problems: list[str] = []
+
+    def is_default(name: str) -> bool:
+        return str(context.get_parameter_source(name)).endswith("DEFAULT")
+
+    given = {"epochs": epochs, "steps": steps, "batch": batch, "size": size, "lr": lr, "memory": memory}
+    request_changes = opt.parse_changes(changes, {**given, "backbone": backbone}, problems)
     in_file = split_file(request_changes.get("network.backbone", "")) is not None
-    backbone = request_changes.pop("network.backbone") if in_file else None
+    own_backbone = request_changes.pop("network.backbone") if in_file else None
     at_once = parse_jobs(jobs, problems)
     if not save_every >= 0:
         problems.append(f"--save-every takes seconds, 0 or more, got {save_every:g}; e.g. --save-every 60.")
@@ -128,7 +164,16 @@ def run(
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     if after is not None and len(combinations) > 1:
         problems.append("--after continues from one run: give one method, one order and one seed.")
-    others = (problems, changes, orders, seeds, unlabelled, after, preset != DEFAULT_PRESET, on_bad_image != "stop")
+    others = (
+        problems,
+        request_changes,
+        orders,
+        seeds,
+        unlabelled,
+        after,
+        preset != DEFAULT_PRESET,
+        on_bad_image != "stop",
+    )
     if not any(others) and (weights, guard, device, precision, extra_classes) == (*["auto"] * 4, "stop"):
         _refuse_unknown(stream, methods or [])
 
@@ -157,11 +202,19 @@ def run(
                 weights=weights,
                 guard=guard,
                 online=online,
-                backbone=backbone,
+                backbone=own_backbone,
             )
             for method, order, seed in combinations
         ]
-        plans = _resolve_all(requests, [*problems, *wrong])
+        if after is not None and source is None and not problems and is_default("stream"):
+            if not targets:
+                raise ConfigError(f"--after {after} needs the new domains: --targets FOG")
+            requests = [_inherited(requests[0], after, is_default)]
+        plans = resolve_all(requests, [*problems, *wrong])
+        if save_config is not None:
+            save(save_config, context)
+            say(f"Written: {save_config}. Next: ratp run {shlex.quote(str(save_config))}")
+            return
         how: dict[str, Any] = {"probe": probe, "features": features, "reuse_source": reuse_source}
         how["save_every"] = save_every or None
         if len(plans) == 1:
@@ -169,7 +222,16 @@ def run(
             current = Run(plans[0], folder, after=after, **how)
         else:
             folders = [_default_folder(plan) for plan in plans]
-            several = _prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
+            several = prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
+    from ratp.cli.planned import show_plan
+
+    is_heard = not quiet and not json_
+    planned = []
+    if dry_run or is_heard:
+        shown = [current] if len(plans) == 1 else several
+        planned = show_plan(shown, stderr(), at_once=at_once, apart=not devices, dry=dry_run, json_=json_)
+    if dry_run:
+        return
     if len(plans) > 1:
         _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
         return
@@ -178,7 +240,7 @@ def run(
     from ratp.cli.progress import follow
     from ratp.runs.plan import with_current_defaults
 
-    follow(current, stderr(), quiet=quiet or json_)
+    follow(current, stderr(), quiet=quiet or json_, weights=planned[0].weights if planned else None)
     record = current.record()
     if json_:
         print_json(record.to_json())
@@ -196,6 +258,15 @@ def run(
         say(f"Next: ratp report {place}{own}")
 
 
+def _inherited(request: RunRequest, after: Path, is_default: Callable[[str], bool]) -> RunRequest:
+    """Returns a request with everything from an earlier run that was not given."""
+    from ratp.runs.continuation import inherited
+
+    found = inherited(request, after)
+    given = {"method": "methods", "seed": "seeds", "preset": "preset", "weights": "weights", "guard": "guard"}
+    return replace(found, **{name: getattr(request, name) for name, option in given.items() if not is_default(option)})
+
+
 def _run_several(
     runs: Sequence[Run], out: Path | None, at_once: int | None, on: Executor, *, quiet: bool, json_: bool
 ) -> None:
@@ -209,7 +280,7 @@ def _run_several(
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr(), brief=quiet)
-    records, failed = _split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
+    records, failed = split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
@@ -223,7 +294,7 @@ def _run_several(
             say(f"Predictions: {path}")
         folders = [out] if out is not None and not failed else [record.path for record in records]
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
-    _fail(failed)
+    fail(failed)
 
 
 def _print_rollbacks(records: Sequence[RunRecord]) -> None:
@@ -233,7 +304,7 @@ def _print_rollbacks(records: Sequence[RunRecord]) -> None:
             print_note(f"{record.path}: the guard rolled back {what}.", stderr())
 
 
-def _split(
+def split(
     runs: Sequence[Run], results: Sequence[RunRecord | RatpError]
 ) -> tuple[list[RunRecord], list[tuple[Run, RatpError]]]:
     """Separates the records of finished runs from the errors of the others."""
@@ -244,7 +315,7 @@ def _split(
     return records, failed
 
 
-def _fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
+def fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
     """Prints the errors of failed runs and exits with code 2, if there are any."""
     for current, error in failed:
         print_error(f"{current.folder}: {error}")
@@ -252,48 +323,7 @@ def _fail(failed: Sequence[tuple[Run, RatpError]]) -> None:
         raise typer.Exit(2)
 
 
-def demo(
-    seeds: Annotated[
-        list[str] | None, typer.Option("--seed", metavar="N", help="Seed; repeatable. Default 2022.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the runs and the report.")] = Path("runs/demo"),
-    probe: opt.Probe = True,
-    device: opt.Device = "auto",
-    jobs: opt.Jobs = "auto",
-    quiet: opt.Quiet = False,
-    json_: opt.Json = False,
-) -> None:
-    """Run RaTP and source-only on the embedded stream and compare them. Several seeds run side by side."""
-    from ratp.cli.progress import follow, follow_all
-    from ratp.reports.page import write_report
-    from ratp.reports.tables import print_report
-    from ratp.runs.request import RunRequest
-    from ratp.studies.execute import find_executor
-
-    problems: list[str] = []
-    at_once = parse_jobs(jobs, problems)
-    first, devices = parse_devices(device, "auto", problems)
-    requests = [RunRequest(method=m, seed=s, device=first) for s in seeds or ["2022"] for m in DEMO_METHODS]
-    plans = _resolve_all(requests, problems)
-    runs = _prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
-    if len(runs) == len(DEMO_METHODS) and at_once is None and "," not in device:
-        for current in runs:
-            follow(current, stderr(), quiet=quiet or json_)
-        results: list[RunRecord | RatpError] = [current.record() for current in runs]
-    else:
-        executor = find_executor(devices=devices)
-        results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
-    records, failed = _split(runs, results)
-    page = write_report(records, out / "report") if records else None
-    if json_:
-        print_json({"runs": [record.to_json() for record in records], "report": str(page) if page else None})
-    elif not quiet and records:
-        print_report(records, stdout())
-        say(f"Report: {page}")
-    _fail(failed)
-
-
-def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -> list[RunPlan]:
+def resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -> list[RunPlan]:
     """Resolves all requests, or raises the mistakes of all of them together."""
     from ratp.runs.plan import resolve
 
@@ -314,7 +344,7 @@ def _resolve_all(requests: Sequence[RunRequest], problems: Sequence[str] = ()) -
     return plans
 
 
-def _prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -> list[Run]:
+def prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -> list[Run]:
     """Prepares a run per plan and loads its images, or raises everything that is wrong."""
     from ratp.runs.run import Run
 
@@ -350,20 +380,6 @@ def _refuse_unknown(stream: str, methods: Sequence[str]) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-
-
-def _parse_changes(items: list[str]) -> tuple[dict[str, str], list[str]]:
-    changes: dict[str, str] = {}
-    problems = []
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or not name.strip():
-            problems.append(f"--set takes NAME=VALUE, got {item!r}; e.g. --set pca.scale=8.")
-        elif name.strip() in changes:
-            problems.append(f"--set gives {name.strip()!r} twice.")
-        else:
-            changes[name.strip()] = value
-    return changes, problems
 
 
 def _default_folder(plan: RunPlan, *, continued: bool = False) -> Path:

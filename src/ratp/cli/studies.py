@@ -64,6 +64,7 @@ def run(
     jobs: opt.Jobs = "auto",
     on: On = "local",
     ray_address: RayAddress = None,
+    dry_run: opt.DryRun = False,
     quiet: opt.Quiet = False,
     json_: opt.Json = False,
 ) -> None:
@@ -90,7 +91,15 @@ def run(
     study = _with_known(read_study(file, out, base, trust_methods=trust_methods), known)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         study = without_stale_results(study, progress)
-    study.claim()
+    if not dry_run:
+        study.claim()
+    if dry_run or not (quiet or json_):
+        from ratp.cli.study_plan import show_study_plan
+
+        apart = on == "local" and not devices
+        show_study_plan(study, stderr(), at_once=at_once, apart=apart, dry=dry_run, json_=json_)
+    if dry_run:
+        return
     follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
     _print_study(study, json_=json_, quiet=quiet)
     if any(state != "finished" for state in study.states().values()):

@@ -41,7 +41,10 @@ class Matrix:
                 raise RatpError(f"row {stage} holds a value outside 0..100: {row}.")
             before = self.accuracy[max(stage - 1, 0)]
             pairs = enumerate(zip(before, row, strict=True))
-            if not all(math.isnan(old) == math.isnan(new) or _may_start(old, stage, d) for d, (old, new) in pairs):
+            if not all(
+                math.isnan(old) == math.isnan(new) or _may_start(old, stage, d) or _may_stop(new, stage, d)
+                for d, (old, new) in pairs
+            ):
                 raise RatpError(f"row {stage} has accuracies on other domains than row {stage - 1}: {row}.")
 
     @property
@@ -64,6 +67,16 @@ class Matrix:
                 found[name] = self.domains[first]
         return found
 
+    @property
+    def gone(self) -> dict[str, str]:
+        """Domains not measured up to the last stage, each with the domain after whose stage it was measured last."""
+        found = {}
+        for d, name in enumerate(self.domains):
+            last = max((s for s, row in enumerate(self.accuracy) if not math.isnan(row[d])), default=self.stages - 1)
+            if last < self.stages - 1:
+                found[name] = self.domains[last]
+        return found
+
     def with_domains(self, domains: Sequence[str], measured: Mapping[str, float]) -> Matrix:
         """Returns the matrix with further domains, measured in the last row only.
 
@@ -82,13 +95,14 @@ class Matrix:
 
     def metric(self, metric: Metric) -> dict[str, float]:
         """Returns the metric by domain, for the domains whose stages so far define it."""
-        columns = [(d, n) for d, n in enumerate(self.domains) if self.stages and not math.isnan(self.accuracy[-1][d])]
-        if metric == "TDG":
-            return {n: mean_of([r[d] for r in self.accuracy[:d] if not math.isnan(r[d])]) for d, n in columns if d > 0}
-        if metric == "TDA":
-            return {n: self.accuracy[d][d] for d, n in columns if d < self.stages}
-        if metric == "FA":
-            return {n: mean_of([r[d] for r in self.accuracy[d + 1 :]]) for d, n in columns if d + 1 < self.stages}
+        cells = {
+            "TDG": lambda d: [row[d] for row in self.accuracy[:d]],
+            "TDA": lambda d: [row[d] for row in self.accuracy[d : d + 1]],
+            "FA": lambda d: [row[d] for row in self.accuracy[d + 1 :]],
+        }
+        if metric in cells:
+            measured = {n: [v for v in cells[metric](d) if not math.isnan(v)] for d, n in enumerate(self.domains)}
+            return {name: mean_of(values) for name, values in measured.items() if values}
         raise RatpError(f"unknown metric {metric!r}: valid are {', '.join(METRICS)}.")
 
     def average(self, metric: Metric) -> float:
@@ -122,10 +136,12 @@ class Matrix:
 
 
 def describe_late(matrix: Matrix) -> str:
-    """Says over which stages the TDG of late domains is averaged; empty if there are none."""
+    """Says what is averaged for domains that were not measured at first, or no longer; empty if there are none."""
     starts = dict.fromkeys(matrix.late.values())
     names = {start: ", ".join(name for name, first in matrix.late.items() if first == start) for start in starts}
-    return "; ".join(f"TDG of {late} is over the stages from {start} on" for start, late in names.items())
+    notes = [f"TDG of {late} is over the stages from {start} on" for start, late in names.items()]
+    notes += [f"{name} is not measured after the stage of {last}" for name, last in matrix.gone.items()]
+    return "; ".join(notes)
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -140,6 +156,11 @@ def _or_none(value: float) -> float | None:
 def _may_start(before: float, stage: int, domain: int) -> bool:
     """Whether a domain that was not measured before may be measured from a stage on: it must come later than that."""
     return math.isnan(before) and stage < domain
+
+
+def _may_stop(now: float, stage: int, domain: int) -> bool:
+    """Whether a domain may no longer be measured from a stage on: its images may be gone once its own stage is over."""
+    return math.isnan(now) and stage > domain
 
 
 Key = TypeVar("Key")

@@ -61,7 +61,7 @@ class StageSGD(Stateful):
     On CUDA the rate is a tensor on the device, so that a captured update follows it.
 
     Args:
-        parameters: What to train; or groups of parameters, each with a factor on the rate.
+        parameters: What to train, but for what needs no gradient; or groups, each with a factor on the rate.
         lr: Initial rate.
         epochs: Epochs of the stage.
         config: Switches.
@@ -84,7 +84,7 @@ class StageSGD(Stateful):
         self._factors: list[float] = []
         for item in parameters:
             group, factor = ((item,), 1.0) if isinstance(item, nn.Parameter) else item
-            members = list(group)
+            members = [parameter for parameter in group if parameter.requires_grad]
             self._parameters += members
             self._factors += [factor] * len(members)
         self._velocities = [torch.zeros_like(p) for p in self._parameters] if config.momentum else []
@@ -155,7 +155,7 @@ class Adam(Stateful):
     saved = "_means _squares _decays"
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        self._parameters: list[Tensor] = list(parameters)
+        self._parameters: list[Tensor] = [parameter for parameter in parameters if parameter.requires_grad]
         self._lr = lr
         self._means = [torch.zeros_like(p) for p in self._parameters]
         self._squares = [torch.zeros_like(p) for p in self._parameters]

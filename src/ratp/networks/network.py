@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ratp._core.environment import Precision
 from ratp.config import switch
+from ratp.errors import ConfigError
 from ratp.functional.losses import scores
 from ratp.functional.norm import BatchNorm1d
 from ratp.networks.backbones import ChannelDropout, check_backbone, make_backbone
@@ -36,6 +37,13 @@ class NetworkConfig:
     bias: bool = switch(False, "the classifier has a bias", hash_default=False)
     weight_norm: bool = switch(
         False, "length and direction of a prototype are trained apart (weight norm)", hash_default=False
+    )
+    frozen: int = switch(
+        0,
+        "modules at the start of the backbone that keep their weights and BatchNorm statistics; of a ResNet 1 to 6: "
+        "conv1, bn1, layer1, …",
+        minimum=0,
+        hash_default=False,
     )
 
 
@@ -129,6 +137,16 @@ class Network(nn.Module):
         else:
             self.classifier = nn.Linear(config.dim, classes, bias=config.bias)
         self._initialise()
+        self._frozen = _first_modules(self.backbone, config)
+        for module in self._frozen:
+            module.eval().requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Network:
+        """Switches to training or evaluation mode; the frozen modules stay in evaluation mode."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def _initialise(self) -> None:
         linear = [layer for layer in self.bottleneck if isinstance(layer, nn.Linear)]
@@ -210,6 +228,17 @@ class Network(nn.Module):
     def frozen_copy(self) -> Network:
         """Copies the network in evaluation mode, without gradients."""
         return deepcopy(self).eval().requires_grad_(False)
+
+
+def _first_modules(backbone: nn.Module, config: NetworkConfig) -> list[nn.Module]:
+    """Returns the frozen modules of a backbone, of those that have weights."""
+    modules = {name: m for name, m in backbone.named_children() if any(True for _ in m.parameters())}
+    if config.frozen > len(modules):
+        raise ConfigError(
+            f"network.frozen must be at most {len(modules)}, got {config.frozen}: {config.backbone} has the modules "
+            f"{', '.join(modules)}."
+        )
+    return list(modules.values())[: config.frozen]
 
 
 def _two_layers(features: int, config: NetworkConfig) -> nn.Sequential:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -140,6 +142,20 @@ def _read_published_once(path: Path, state: tuple[int, ...]) -> Weights:
     return Weights(path.name, digest, read_pickle(path))
 
 
+@contextmanager
+def _without_messages(*libraries: str) -> Iterator[None]:
+    """Silences what libraries log: a failed download is one error, not a page of its repetitions."""
+    loggers = [logging.getLogger(name) for name in libraries]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 @lru_cache(maxsize=2)
 def _published_by_timm(backbone: str) -> Weights:
     timm = timm_library()
@@ -148,7 +164,7 @@ def _published_by_timm(backbone: str) -> Weights:
     if not timm.list_pretrained(f"{architecture}.*"):
         raise ConfigError(f"timm has no published weights for {name}. {OTHERWISE}")
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _without_messages("huggingface_hub", "timm", "httpx", "urllib3"):
             model = timm.create_model(name, num_classes=0, pretrained=True)
     except Exception as error:  # timm, its hub and the network each fail in their own way
         reason = str(error).strip().split("\n")[0].rstrip(".")

@@ -7,6 +7,7 @@ of an earlier one learns what it would have learnt from scratch; only the new do
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -20,10 +21,69 @@ from ratp.runs.differences import (
     is_start_of,
     show_order,
 )
+from ratp.runs.plan import NO_WEIGHTS, PUBLISHED, RunPlan
 from ratp.runs.record import RunRecord, read_run
+from ratp.runs.request import RunRequest
 from ratp.runs.states import BEFORE, LATEST, State, States
+from ratp.streams.folders import EarlierDomains
 
+# The event with what was requested besides the config: paths, which only this machine knows.
+REQUESTED = "requested"
 _FROM_START = "Without --after, the whole order is trained from the start."
+
+
+def requested(plan: RunPlan) -> dict[str, Any]:
+    """Returns what a later run needs to continue this one without being told again."""
+    own_method = plan.request.method if plan.request else ""
+    is_file = plan.weights_from not in (NO_WEIGHTS, PUBLISHED)
+    return {
+        "domains": {code: _absolute(plan.spec.domains[code]) for code in plan.order},
+        "unlabelled": sorted(plan.spec.unlabelled),
+        "method": plan.method.name if plan.is_built_in else _absolute(own_method),
+        "weights": _absolute(plan.weights_from) if is_file else plan.weights_from,
+        "guard": plan.request.guard if plan.request else "auto",
+        "on_bad": plan.data.on_bad,
+        "extra_classes": plan.data.extra_classes,
+    }
+
+
+def inherited(request: RunRequest, after: Path) -> RunRequest:
+    """Returns a request with the stream and all settings of the run that it continues; given changes stay."""
+    earlier = EarlierRun(after)
+    record = earlier.record
+    config = record.config
+    events = [event for event in record.journal if event["event"] == REQUESTED]
+    if not events:
+        raise RunDirectoryError(
+            f"{after} does not say where its images are: they are not your own, or an earlier version of ratp made it. "
+            "Give its stream, with all domains so far, and its settings again."
+        )
+    told = events[-1]
+    order = [str(name) for name in config["order"]]
+    domains = EarlierDomains(
+        stream=str(config["stream"]),
+        paths={name: told["domains"][name] for name in order},
+        unlabelled=tuple(told["unlabelled"]),
+        classes=tuple(config["classes"]),
+        hashes=dict(config["data"]),
+        size=int(config["recipe"]["size"]),
+    )
+    return replace(
+        request,
+        stream=domains.stream,
+        earlier=domains,
+        method=told["method"],
+        preset=config["preset"],
+        seed=config["seed"],
+        changes={**config["recipe"], **config["switches"], **request.changes},
+        weights=told["weights"],
+        guard=told["guard"],
+        data=replace(request.data, on_bad=told["on_bad"], extra_classes=told["extra_classes"]),
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 class ContinuedWarning(Note):
@@ -53,7 +113,9 @@ class EarlierRun:
     @property
     def journal(self) -> list[Mapping[str, Any]]:
         """The events but for what it wrote at its end."""
-        return [event for event in self.record.journal if event["event"] not in ("predicted", "run_finished")]
+        return [
+            event for event in self.record.journal if event["event"] not in ("predicted", "run_finished", REQUESTED)
+        ]
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Checks that the run with this config would have begun like this one."""
@@ -64,7 +126,8 @@ class EarlierRun:
             problems.append(f"{folder} has all of {requested}: there is no further domain to train on.")
         elif not is_start_of(there["order"], config["order"]):
             problems.append(f"the requested order, {requested}, does not begin with that of {folder}, {known}.")
-        choices = [item for item in differing_choices(there, config) if item.name not in ("stream", "order", "after")]
+        same = ("stream", "order", "after", *(("guard",) if config["order"][0] in config.get("gone", ()) else ()))
+        choices = [item for item in differing_choices(there, config) if item.name not in same]
         problems += [f"{folder} has another {item.name}: {item}." for item in choices]
         settings = differing_settings(there, config)
         problems += [f"{folder} has another value of {item.name}: {item}." for item in settings]

@@ -355,6 +355,8 @@ class RunFiles:
 
     def save_samples(self, method: Method, stream: Stream, device: torch.device) -> None:
         """Saves a few source images and what the method turns them into, if it augments images."""
+        if stream.order[0] in stream.gone:
+            return
         images = stream.source.images
         spread = torch.linspace(0, len(images) - 1, min(len(images), SAMPLE_COUNT)).long()  # images come class by class
         images = images[spread]

@@ -18,22 +18,23 @@ from ratp._core.environment import Precision, Randomness, describe_environment, 
 from ratp._core.files import CONFIG
 from ratp.config import as_dict, decisive, override
 from ratp.data.cache.folder import cache_folder
-from ratp.errors import ConfigError, RatpError, unknown
+from ratp.errors import ConfigError, RatpError, nearest, unknown
 from ratp.guard.watch import ACT, MODES, Mode
 from ratp.methods import METHODS, find_method
 from ratp.methods.custom import file_hash
 from ratp.networks.backbones import is_pretrained
 from ratp.networks.own import Given, OwnBackbone, plain_name, register_own
 from ratp.networks.weights import Weights, find_weights
-from ratp.runs import DEFAULT_PRESET
+from ratp.runs import DEFAULT_PRESET, QUICK
 from ratp.runs.record import LABEL_SHIFT, RunRecord, fingerprint_of
 from ratp.runs.request import RunRequest, check_types
 from ratp.streams import FOLDERS, STREAMS, find_stream
-from ratp.streams.folders import from_paths, without_labels
+from ratp.streams.files import problems_listed
+from ratp.streams.folders import after_earlier, from_paths, without_labels
 from ratp.streams.label_shift import shift_labels
 from ratp.streams.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.training.method import Method, Setting
-from ratp.training.recipe import Recipe, follow_backbone
+from ratp.training.recipe import Recipe, follow_backbone, quick_values
 from ratp.training.source_cache import SourceModels
 
 T = TypeVar("T")
@@ -96,9 +97,11 @@ class RunPlan:
         return self.weights.sha256 if is_file and self.weights else self.weights_from
 
     def prefetch_weights(self) -> None:
-        """Loads the weights now if images have to be read, because decoding them in vain would take long."""
-        if self.spec.places and all(map(os.path.exists, self.spec.places(self.order, self.data).values())):
-            _ = self.weights
+        """Loads the weights now if there are images to read, because decoding them in vain would take long."""
+        if self.spec.places:
+            places = self.spec.places(self.order, self.data)
+            if not problems_listed(places, unlabelled=self.spec.unlabelled):
+                _ = self.weights
 
     @property
     def is_built_in(self) -> bool:
@@ -205,6 +208,7 @@ class RunPlan:
             "origins": dict(stream.origins),
             "notes": list(stream.notes),
             "images": dict(stream.image_counts),
+            **({"gone": list(stream.gone)} if stream.gone else {}),
             "weights_name": self.weights.name if self.weights else None,
             "evaluation_statistics": self.method.evaluation_statistics(self.config),
             "uses_target_labels": self.method.uses_target_labels(self.config),
@@ -263,12 +267,18 @@ def resolve(
     if method and base is not None and is_pretrained(named):
         base = override(base, method.large)
         possible = [base]
-    if spec and method and (values := method.stream_values.get((spec.values or spec.name, request.preset))):
+    if (
+        spec
+        and method
+        and (values := method.stream_values.get((spec.values or spec.name, _switches_of(request.preset))))
+    ):
         sizes, base = _change(sizes, possible, values)
         possible = [base]
     sizes = attempt(lambda: follow_backbone(sizes, changes)) or sizes
     if method and base is not None:
         sizes = attempt(lambda: override(sizes, preset_sizes(method, request.preset))) or sizes
+    if request.preset == QUICK:
+        sizes = override(sizes, quick_values(sizes))
     changed = attempt(lambda: _change(sizes, possible, changes))
     if method and changed:
         attempt(lambda: method.check_recipe(changed[0]))
@@ -355,6 +365,8 @@ def _find_guard(name: str, spec: StreamSpec | None) -> Mode:
 
 def _find_stream(request: RunRequest) -> StreamSpec:
     """Finds the stream by name, or builds the one of the given source and targets."""
+    if request.earlier is not None:
+        return after_earlier(request.earlier, [Path(target) for target in request.targets], request.unlabelled)
     if request.stream == FOLDERS:
         if request.source is None:
             raise ConfigError(f"stream {FOLDERS} needs its images: --source DAY --targets RAIN NIGHT")
@@ -380,7 +392,7 @@ def default_weights(backbone: str) -> str:
 
 
 def _check_preset(preset: str) -> None:
-    known = {DEFAULT_PRESET, *(name for method in METHODS.values() for name in method.presets)}
+    known = {DEFAULT_PRESET, QUICK, *(name for method in METHODS.values() for name in method.presets)}
     if preset not in known:
         raise ConfigError(unknown("preset", preset, known))
 
@@ -393,11 +405,10 @@ def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any])
     both = sorted(recipe_names & as_dict(config).keys())
     if both:
         raise ConfigError(f"the method's switches {', '.join(both)} have the names of recipe sizes: rename them.")
-    problems = [
-        unknown("switch", n, {*recipe_names, *config_names}) for n in changes if n not in {*recipe_names, *config_names}
-    ]
+    valid = sorted({*recipe_names, *config_names})
+    problems = [_unknown_switch(name, valid) for name in changes if name not in valid]
     if problems:
-        problems[-1] += " `ratp methods show` and `ratp streams show` list them all."
+        problems[-1] += " `ratp switches STREAM METHOD` lists them all."
     parts = []
     for part, names in ((recipe, recipe_names), (config, as_dict(config).keys())):
         try:
@@ -409,12 +420,29 @@ def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any])
     return parts[0], parts[1]
 
 
+def _unknown_switch(name: str, valid: Sequence[str]) -> str:
+    """Says that there is no such switch; suggests the nearest, or those with a last part like that of the name."""
+    by_last: dict[str, list[str]] = {}
+    for known in valid:
+        by_last.setdefault(known.rpartition(".")[2], []).append(known)
+    near = None if nearest(name, valid) else nearest(name.rpartition(".")[2], list(by_last))
+    if near is None:
+        return unknown("switch", name, valid)
+    return f"unknown switch {name!r}. Did you mean {' or '.join(map(repr, by_last[near]))}?"
+
+
 def preset_config(method: type[Method], preset: str) -> Any:
     """Returns a method's switches under a preset."""
-    if preset not in (DEFAULT_PRESET, *method.presets):
-        raise ConfigError(unknown(f"preset of {method.name}", preset, (DEFAULT_PRESET, *method.presets)))
+    known = (DEFAULT_PRESET, QUICK, *method.presets)
+    if preset not in known:
+        raise ConfigError(unknown(f"preset of {method.name}", preset, known))
     values, sizes = method.presets.get(preset, {}), preset_sizes(method, preset)
     return override(method.config_type(), {name: value for name, value in values.items() if name not in sizes})
+
+
+def _switches_of(preset: str) -> str:
+    """The preset with the same switches: ``quick`` changes only the recipe."""
+    return DEFAULT_PRESET if preset == QUICK else preset
 
 
 def preset_sizes(method: type[Method], preset: str) -> dict[str, Any]:

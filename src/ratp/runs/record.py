@@ -58,6 +58,7 @@ RESULT_KIND = "ratp result"
 CHECKSUMS_FILE = "checksums.json"
 START_OVER = "Remove the folder to start over, or choose another with --out."
 NEW_FOLDER = "Choose an empty or new folder with --out."
+_REPAIR = "The command that started the run writes it again."
 
 # Mark of methods that use true labels of targets.
 ORACLE = "knows target labels"
@@ -364,7 +365,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def _read_folder(path: Path) -> tuple[Any, Any, Any, Any]:
     config = read_config(path)
     forms = {"environment.json": ENVIRONMENT, "matrix.json": MATRIX}
-    environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())
+    try:
+        environment, matrix = (form.read(read_json(path / name), path / name) for name, form in forms.items())
+    except LostFileError as error:
+        raise LostFileError(f"{error} {_REPAIR if (path / 'state.safetensors').exists() else START_OVER}") from error
     check_owner(matrix, config, path / "matrix.json")
     weights = path / "weights.safetensors"
     with suppress(UnreadableFileError):

@@ -12,6 +12,7 @@ import torch
 
 from ratp.errors import ConfigError
 from ratp.runs import DEFAULT_PRESET
+from ratp.streams.folders import EarlierDomains
 from ratp.streams.stream import DataOptions
 
 
@@ -44,6 +45,7 @@ class RunRequest:
             to measure the accuracy meanwhile. It changes no other result.
         backbone: A backbone of your own as ``FILE.py:NAME``, a program that is run only because you name it here; of
             the usual backbones, ``changes`` names one.
+        earlier: The domains of the run that this one continues, if they come from there; ``targets`` are further ones.
     """
 
     stream: str = "demo"
@@ -63,6 +65,7 @@ class RunRequest:
     unlabelled: Sequence[Path | str] = ()
     online: bool = False
     backbone: str | None = None
+    earlier: EarlierDomains | None = None
 
     def __post_init__(self) -> None:
         """Turns the values into plain data."""

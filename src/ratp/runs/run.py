@@ -24,7 +24,7 @@ from ratp.evaluation.details import DetailFiles, Examples
 from ratp.evaluation.matrix import Matrix, describe_late
 from ratp.methods.rehearsal import give_generators, rehearse
 from ratp.runs import SAVE_EVERY
-from ratp.runs.continuation import ContinuedWarning, EarlierRun, started_after
+from ratp.runs.continuation import REQUESTED, ContinuedWarning, EarlierRun, requested, started_after
 from ratp.runs.directory import Journal, RunFiles, check_folder, prediction_files
 from ratp.runs.events import Event
 from ratp.runs.plan import RunPlan
@@ -32,6 +32,7 @@ from ratp.runs.predictions import as_csv, predictions_of
 from ratp.runs.record import RunRecord, describe_changes, is_run, read_run
 from ratp.runs.stage_runner import StageRunner
 from ratp.runs.states import State, StateWarning
+from ratp.streams import FOLDERS
 from ratp.streams.stream import Stream
 from ratp.training.method import Method, unpack
 
@@ -105,6 +106,7 @@ class Session:
         if is_new:
             self._start()
             self.files.journal.note("run_started")
+            self._note_request()
         elif journal_lost := self.files.bring_in_line(self.matrix, state.finished if state else ()):
             message = f"{journal_lost} A new journal begins with the results of the finished stages"
             warnings.warn(message, JournalWarning, stacklevel=2)
@@ -207,12 +209,18 @@ class Session:
             about["environment"] = changed
         event = Journal.now("continued", **about, accuracy=row)
         state = self.files.take_over(state, matrix, [*earlier.journal, event])
+        self._note_request()
         notes = [describe_late(matrix)] if matrix.late else []
         notes += [f"that began in another environment: {describe_changes(changed)}"] if changed else []
         if notes:
             where = f"continues {folder}, after {self.stream.order[stages - 1]}"
             warnings.warn("; ".join((where, *notes)), ContinuedWarning, stacklevel=2)
         return state
+
+    def _note_request(self) -> None:
+        """Notes where the images are, if they are the user's own, for a run that continues this one."""
+        if self.plan.spec.values == FOLDERS:
+            self.files.journal.note(REQUESTED, **requested(self.plan))
 
     def _start(self, environment: Mapping[str, Any] | None = None) -> None:
         """Writes the first files of the directory; the environment is the present one if None."""
@@ -313,6 +321,8 @@ class Run:
         """The images."""
         self.plan.prefetch_weights()
         stream = self.plan.load_stream()
+        if stream.order[0] in stream.gone:  # it judges by images of the source
+            self.plan = replace(self.plan, guard="off")
         if self.plan.method.uses_target_labels(self.plan.config) and stream.unlabelled:
             missing = ", ".join(target.name for target in stream.unlabelled)
             raise ConfigError(f"{self.plan.method.name} needs the labels of all targets; {missing} has none.")

@@ -17,6 +17,7 @@ from ratp.data.cache.decoded import DecodedDomain, open_decoded
 from ratp.data.cache.manifest import duplicates_between
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.data.read.listing import is_clutter
+from ratp.data.read.tree import ImageTree, open_tree
 from ratp.errors import MOST_NAMES, ConfigError, RatpError, nearest
 from ratp.streams.stream import DataOptions, LoadedDomain
 
@@ -30,12 +31,15 @@ def load_domains(
     unlabelled: Collection[str] = (),
     origin: Callable[[Path, DecodedDomain], str | None] = lambda path, decoded: None,
 ) -> list[LoadedDomain]:
-    """Loads domains, the source first, and reports everything wrong with them at once."""
-    problems: list[str] = []
+    """Loads domains, the source first, and reports everything wrong with them at once.
+
+    No image is decoded unless all domains can be listed.
+    """
+    problems = problems_listed(paths, classes=classes, unlabelled=unlabelled)
+    if problems:
+        raise ConfigError(problems)
     found: dict[str, DecodedDomain] = {}
-    alike = _alike({name: path for name, path in paths.items() if name not in unlabelled})
-    for name, path in paths.items():
-        sure = classes is not None or name in alike
+    for name, (path, sure) in _places(paths, classes, unlabelled).items():
         progress = None if options.progress is None else partial(options.progress, name)
         try:
             found[name] = open_decoded(
@@ -44,11 +48,6 @@ def load_domains(
         except RatpError as error:
             problems.append(f"domain {name!r}: {error}")
     source = next(iter(paths))
-    if source in found and found[source].class_names is None:
-        problems.append(
-            f"the source {source!r} has no labels: all its images are directly in {paths[source]}. "
-            "Put them into one folder per class."
-        )
     known = tuple(classes or (source in found and found[source].class_names) or ())
     if not known:
         raise ConfigError(problems)
@@ -66,6 +65,40 @@ def load_domains(
     if shared := _shared_images(found):
         loaded[0] = replace(loaded[0], notes=(*loaded[0].notes, shared))
     return loaded
+
+
+def problems_listed(
+    paths: Mapping[str, Path], *, classes: Sequence[str] | None = None, unlabelled: Collection[str] = ()
+) -> list[str]:
+    """Returns what is wrong with domains, the source first, as far as their lists of files show it."""
+    problems: list[str] = []
+    found: dict[str, ImageTree] = {}
+    for name, (path, sure) in _places(paths, classes, unlabelled).items():
+        try:
+            found[name] = open_tree(path, labelled=name not in unlabelled, sure=sure)
+        except RatpError as error:
+            problems.append(f"domain {name!r}: {error}")
+    source = next(iter(paths))
+    known = found[source].classes if source in found else ("unknown", "as it cannot be listed")
+    if known is None and classes is None:
+        problems.append(
+            f"the source {source!r} has no labels: all its images are directly in {paths[source]}. "
+            "Put them into one folder per class."
+        )
+    elif known is not None and len(known) < 2 and classes is None:
+        problems.append(
+            f"the source {source!r} has a single class ({known[0]}): it needs at least two, each in a folder of its "
+            f"own in {paths[source]}."
+        )
+    return problems
+
+
+def _places(
+    paths: Mapping[str, Path], classes: Sequence[str] | None, unlabelled: Collection[str]
+) -> dict[str, tuple[Path, bool]]:
+    """Returns the path of every domain, and whether it is sure to be one although it may look like several."""
+    alike = _alike({name: path for name, path in paths.items() if name not in unlabelled})
+    return {name: (path, classes is not None or name in alike) for name, path in paths.items()}
 
 
 def _alike(paths: Mapping[str, Path]) -> set[str]:

@@ -21,19 +21,22 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ratp._core.toml import flat, read_toml
 from ratp.config import override
+from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.data.read.layout import classes_in
 from ratp.data.read.listing import is_clutter
 from ratp.errors import ConfigError, unknown
 from ratp.streams.benchmarks import PACS
 from ratp.streams.catalogue import FOLDERS
 from ratp.streams.files import load_domains, some
-from ratp.streams.stream import DataOptions, LoadedDomain, StreamSpec
+from ratp.streams.stream import DataOptions, Domain, LoadedDomain, StreamSpec
 from ratp.training.recipe import Recipe, follow_backbone
 
 # Photographs and drawings at 224 pixels, a pretrained ResNet-50: what the paper does on PACS.
@@ -58,6 +61,62 @@ def from_names(paths: Mapping[str, Path]) -> StreamSpec:
     if again := _twice([*paths.values()]):
         raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
     return _spec(FOLDERS, paths, order=None, recipe=RECIPE)
+
+
+@dataclass(frozen=True)
+class EarlierDomains:
+    """The domains of a run on own images that another run continues, and what is known of them without their images.
+
+    Attributes:
+        stream: Name of the stream.
+        paths: Folders or zips of the domains, by name in their order of arrival.
+        unlabelled: Domains that are read without labels.
+        classes: Class names.
+        hashes: Hashes of the domains' files.
+        size: Side of the images.
+    """
+
+    stream: str
+    paths: Mapping[str, str]
+    unlabelled: tuple[str, ...]
+    classes: tuple[str, ...]
+    hashes: Mapping[str, str]
+    size: int
+
+    def blank(self, name: str) -> LoadedDomain:
+        """Returns what stands for a domain whose images are gone."""
+        count = len(self.classes)
+        images = torch.zeros(count, 3, self.size, self.size, dtype=torch.uint8)
+        hashed = self.hashes[name]
+        note = f"{name}: its images are gone ({self.paths[name]}), so it is not measured again."
+        if name == next(iter(self.paths)):
+            domain: Domain = LabelledDomain(name, images, torch.arange(count), self.classes, manifest=hashed)
+            note += " Without them, the guard is off."
+        else:
+            domain = UnlabelledDomain(name, images, hashed)
+        return LoadedDomain(domain, notes=(note,), is_gone=True)
+
+
+def after_earlier(earlier: EarlierDomains, targets: Sequence[Path], unlabelled: Sequence[Path | str]) -> StreamSpec:
+    """Builds the stream that continues that of an earlier run with further targets, some perhaps ``unlabelled``."""
+    old = {name: Path(place) for name, place in earlier.paths.items()}
+    new = dict(zip(_names(targets), targets, strict=True))
+    if known := sorted(old.keys() & new.keys()):
+        raise ConfigError(f"the earlier run has a domain {known[0]!r} already: rename the new folder.")
+    asked = {str(name) for name in unlabelled}
+    bare = frozenset((*earlier.unlabelled, *(name for name, path in new.items() if {name, str(path)} & asked)))
+    paths = old | new
+    if again := _twice(list(paths.values())):
+        raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
+
+    def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
+        there = {code: paths[code] for code in codes if code in new or paths[code].exists()}
+        loaded = load_domains(there, size, options, classes=earlier.classes, unlabelled=bare)
+        by_name = {item.domain.name: item for item in loaded}
+        return [by_name.get(code) or earlier.blank(code) for code in codes]
+
+    spec = _spec(earlier.stream, paths, order=None, recipe=RECIPE, unlabelled=bare)
+    return replace(spec, load=load, places=None)
 
 
 def from_root(root: Path) -> StreamSpec:

@@ -58,6 +58,7 @@ class LoadedDomain:
     files: tuple[str, ...] = ()  # file name of every image, if they come from files
     notes: tuple[str, ...] = ()  # what the user should know
     test: LabelledDomain | None = None  # its test set, if it is no part of the domain
+    is_gone: bool = False  # whether its images are gone, and blank ones stand for them
 
     def fingerprint(self) -> str:
         """Identifies the domain and its test set."""
@@ -97,6 +98,7 @@ class Stream:
         image_counts: By domain, its images for training and for testing (None without labels), and whether both are
             the same images.
         notes: What the user should know about the images.
+        gone: Domains of an earlier run whose images are gone: they can be neither trained on nor measured.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Stream:
     notes: tuple[str, ...] = ()
     test_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     image_counts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gone: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -118,9 +121,15 @@ class Stream:
         return self.source.classes
 
     @property
+    def test_counts(self) -> list[int | None]:
+        """How many images every domain is tested on; None for a domain without labels."""
+        return [None if test is None else len(test) for test in self.tests]
+
+    @property
     def unlabelled(self) -> tuple[UnlabelledDomain, ...]:
         """The targets without labels."""
-        return tuple(target for target, test in zip(self.targets, self.tests[1:], strict=True) if test is None)
+        pairs = zip(self.targets, self.tests[1:], strict=True)
+        return tuple(target for target, test in pairs if test is None and target.name not in self.gone)
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -186,7 +195,7 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
     source = _checked(parts)
     fingerprints = {item.domain.name: item.fingerprint() for item in loaded}  # of the domains as given
     randomness = Randomness(seed)
-    if source.held_out is None and loaded[0].test is None:
+    if source.held_out is None and loaded[0].test is None and not loaded[0].is_gone:
         held_out = stratified_mask(source.labels, SOURCE_TEST_SHARE, randomness.generator("source split"))
         loaded[0] = replace(loaded[0], domain=replace(source, held_out=held_out))
     loaded[1:] = [_held_out(item, hold_out, randomness) if hold_out else item for item in loaded[1:]]
@@ -202,12 +211,19 @@ def make_stream(name: str, domains: Sequence[Domain | LoadedDomain], seed: int, 
         answers=tuple(answers),
         fingerprints=fingerprints,
         origins={item.domain.name: item.origin for item in loaded if item.origin},
-        files={item.domain.name: item.files for item in loaded if isinstance(item.domain, UnlabelledDomain)},
+        files={
+            item.domain.name: item.files
+            for item in loaded
+            if isinstance(item.domain, UnlabelledDomain) and not item.is_gone
+        },
         notes=tuple(note for item in loaded for note in item.notes),
         test_files={name: files for name, files in test_files.items() if files},
         image_counts={
-            part.name: _counts(*split) for part, split in zip(parts, zip(seen, tests, strict=True), strict=True)
+            item.domain.name: _counts(trained, test)
+            for item, trained, test in zip(loaded, seen, tests, strict=True)
+            if not item.is_gone
         },
+        gone=tuple(item.domain.name for item in loaded if item.is_gone),
     )
 
 
@@ -269,7 +285,7 @@ def _checked(parts: Sequence[Domain]) -> LabelledDomain:
 def _train_and_test(item: LoadedDomain) -> tuple[Domain, LabelledDomain | None]:
     """Returns what to train on and what to test on."""
     domain = item.domain
-    if isinstance(domain, UnlabelledDomain) or item.test is not None:
+    if isinstance(domain, UnlabelledDomain) or item.test is not None or item.is_gone:
         return domain, item.test
     if domain.held_out is None:
         return domain, domain

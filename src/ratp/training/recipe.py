@@ -13,7 +13,7 @@ from ratp.config import override, switch
 from ratp.data.domain import check_images
 from ratp.functional.numerics import in_chunks
 from ratp.functional.transforms import NONE, Transform, TransformConfig
-from ratp.networks.backbones import is_pretrained, pretrained_input
+from ratp.networks.backbones import REGISTRY, is_pretrained, pretrained_input
 from ratp.networks.network import Network, NetworkConfig, check_network
 from ratp.training.cuda_graphs import on_two_streams
 
@@ -72,6 +72,17 @@ def follow_backbone(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
         return recipe
     check_network(override(recipe.network, {"backbone": asked, "width": 1.0}))
     return override(recipe, usual_values(asked.strip()))
+
+
+def quick_values(recipe: Recipe) -> dict[str, Any]:
+    """Returns what the preset ``quick`` changes in a recipe, by name.
+
+    The values were chosen on PACS for two processor cores (docs/your-own-images.md).
+    """
+    values: dict[str, Any] = {"epochs": min(recipe.epochs, 4), "steps": min(recipe.steps, 10)}
+    if recipe.network.backbone in REGISTRY and is_pretrained(recipe.network.backbone):
+        values |= {"size": 96, "network.frozen": 5, "batch": 32, "lr": 0.02}
+    return values
 
 
 class Scaling:

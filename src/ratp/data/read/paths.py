@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ratp.data.decode.parallel import Progress, decode_all
 from ratp.data.decode.pixel_file import close_gaps, map_images
 from ratp.data.read.folder import list_folder
-from ratp.data.read.listing import Unreadable
+from ratp.data.read.listing import Unreadable, quoted
 from ratp.data.read.tree import ImageFile, ImageTree, list_path
-from ratp.errors import ConfigError, RatpError
+from ratp.errors import ConfigError, Note, RatpError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,8 @@ def list_images(paths: Sequence[Path]) -> ImageTree:
     unreadable: list[Unreadable] = []
     readers: dict[str, tuple[Callable[[str], bytes], str]] = {}
     problems: list[str] = [] if paths else ["no images are given: name files, folders or zips."]
+    places: set[tuple[str, str]] = set()
+    again: list[str] = []
     for path in paths:
         try:
             listing = list_path(path, "Name files, folders or zips of images.")
@@ -48,12 +51,19 @@ def list_images(paths: Sequence[Path]) -> ImageTree:
             continue
         for name, size, stamp in listing.files:
             full = str(path / name)
+            place = (os.path.realpath(path), name) if path.is_file() else (os.path.realpath(full), "")
+            if place in places:
+                again.append(full)
+                continue
+            places.add(place)
             files.append(ImageFile(full, None, size, stamp, full))
             readers[full] = listing.read, name
         unsupported += [str(path / name) for name in listing.unsupported]
         unreadable += [Unreadable(str(path / name), reason) for name, reason in listing.unreadable]
     if problems:
         raise ConfigError(problems)
+    if again:
+        warnings.warn(f"named more than once, read once: {quoted(again)}", Note, stacklevel=3)
 
     def read(place: str) -> bytes:
         reader, name = readers[place]
