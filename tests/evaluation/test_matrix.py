@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratp.errors import RatpError
-from ratp.evaluation.matrix import METRICS, Matrix
+from ratp.evaluation.matrix import METRICS, Matrix, describe_late
 from ratp_reference import matrix as reference
 
 EXAMPLE = Matrix(("S", "A", "B"), ((99.0, 60.0, 40.0), (95.0, 90.0, 50.0), (92.0, 85.0, 80.0)))
@@ -147,10 +147,25 @@ class TestUnlabelledDomains:
         assert matrix.metric("FA") == {"S": 95}
         assert matrix.to_json()["accuracy"] == [[99, None, 40], [95, None, 50]]
 
-    @pytest.mark.parametrize("row", [(95, 90, 50), (95, math.nan, math.nan), (math.nan, math.nan, 50)])
+    @pytest.mark.parametrize("row", [(95, 90, 50), (95, math.nan, math.nan)])
     def test_every_stage_has_no_unlabelled_metric(self, row):
         with pytest.raises(RatpError, match="accuracies on other domains"):
             Matrix(("S", "A", "B"), ((99, math.nan, 40),)).with_row(row)
+
+
+class TestDomainsWhoseImagesAreGone:
+    def test_metrics_are_over_what_was_measured(self):
+        matrix = Matrix(("S", "A", "B"), ((99, 30, 40), (95, 60, 50), (math.nan, 70, 80)))
+        assert matrix.metric("TDG") == {"A": 30, "B": 45}
+        assert matrix.metric("TDA") == {"S": 99, "A": 60, "B": 80}
+        assert matrix.metric("FA") == {"S": 95, "A": 70}
+        assert matrix.gone == {"S": "A"} and not matrix.late
+        assert describe_late(matrix) == "S is not measured after the stage of A"
+        assert Matrix.from_json(matrix.to_json()).gone == matrix.gone
+
+    def test_they_do_not_come_back(self):
+        with pytest.raises(RatpError, match="accuracies on other domains"):
+            Matrix(("S", "A", "B"), ((99, 30, 40), (math.nan, 60, 50), (90, 70, 80)))
 
 
 class TestFiles:
@@ -211,7 +226,7 @@ class TestRefusals:
             (((1.0, 2.0), (1.0, -0.1)), "row 1 .*outside"),
             (((1.0, 100.1),), "row 0 .*outside"),
             (((1.0, math.nan), (1.0, 2.0)), "row 1 .*other domains"),
-            (((1.0, 2.0), (math.nan, 2.0)), "row 1 .*other domains"),
+            (((1.0, 2.0), (1.0, math.nan)), "row 1 .*other domains"),
             (((1.0, math.inf),), "outside"),
         ],
     )

@@ -58,8 +58,10 @@ def main() -> None:
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # for encodings without × and ✓
         print_plainly()
-        words = run_file.expand(spread_targets(sys.argv[1:]), _options_of_run()) if sys.argv[1:] else ["--help"]
-        app(words, prog_name="ratp")
+        words = spread_targets(sys.argv[1:])
+        if any(word.endswith(".toml") for word in words):
+            words = run_file.expand(words, _options_of_run())
+        app(words or ["--help"], prog_name="ratp")
     except RatpError as error:
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         for problem in problems:

@@ -31,14 +31,14 @@ def show_study_plan(
     seconds = seconds_of(found, at_once, apart=apart) * (1 + unknown / len(found)) if found else 0.0
     if json_:
         if dry:
-            runs = [
+            shown = [
                 item.to_json() if item else {"folder": str(e.folder)} for e, item in zip(todo, planned, strict=True)
             ]
-            print_json({"study": study.name, "runs": runs, "seconds": round(seconds, 1) if found else None})
+            print_json({"study": study.name, "runs": shown, "seconds": round(seconds, 1) if found else None})
         return
     out = stdout() if dry else console
-    if dry:  # otherwise the progress says so
-        out.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} runs to execute", soft_wrap=True)
+    runs = "run" if len(study.entries) == 1 else "runs"
+    out.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} {runs} to execute", soft_wrap=True)
     counted = [(entry, item) for entry, item in zip(todo, planned, strict=True) if item is not None]
     for name, item in {entry.stream: item for entry, item in counted}.items():
         domains = ", ".join(f"{code} {images:,}" for code, images in item.images)

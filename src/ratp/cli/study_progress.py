@@ -42,8 +42,6 @@ def follow_study(
             return
         todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
         watcher, images = StudyWatcher(todo), _ImageNotes(study, console)
-        runs = "run" if len(study.entries) == 1 else "runs"
-        console.print(f"{escape(study.title)}: {len(todo)} of {len(study.entries)} {runs} to execute", soft_wrap=True)
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
         left = TextColumn("[dim]{task.fields[left]}[/]")
         is_plain = not console.is_terminal

@@ -228,12 +228,16 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Finds γ and β of all BatchNorm, LayerNorm and GroupNorm layers inside ``module``, by name, in their order."""
+    """Finds γ and β of all BatchNorm, LayerNorm and GroupNorm layers inside ``module``, by name, in their order.
+
+    Frozen ones are left out.
+    """
     return {
         f"{name}.{kind}".lstrip("."): parameter
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm | nn.LayerNorm | nn.GroupNorm)
         for kind, parameter in layer.named_parameters(recurse=False)
+        if parameter.requires_grad
     }
 
 

@@ -311,7 +311,9 @@ class GSFDASourcePhase(PseudoLabelPhase):
         self._copies, optimiser = method.copies(), method.optimiser(groups, config.sgd_on_source)
         super().__init__(method, domain.images, domain.labels, optimiser, generators=self._copies.generators)
         self._config, self._gate = config, method.gate
-        self._parameters = [parameter for parameters, _ in groups for parameter in parameters]
+        self._parameters = [
+            parameter for parameters, _ in groups for parameter in parameters if parameter.requires_grad
+        ]
         self._done = torch.zeros((), device=method.setting.device)  # steps of this epoch
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:

@@ -36,9 +36,9 @@ LONGEST_STEP, LONGEST_PASS = 0.6, 0.3
 LEAST_BATCH, LEAST_IMAGES, MOST_IMAGES = 8, 32, 512
 # Forward passes that a step of the most expensive methods is worth, per image of the batch.
 _PASSES_OF_A_STEP = 8
-# The rate of the measured steps; and the factor on the logits that makes an untrained network as confident as a
-# trained one, because methods do more work for confident images.
-_NO_RATE, _CONFIDENT = 1e-12, 30.0
+# The rate of the measured steps; and the lead of the likeliest class that makes an untrained network as confident as
+# a trained one, because methods do more work for confident images.
+_NO_RATE, _LEAD = 1e-12, 5.0
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def measure(plan: RunPlan, stream: Stream) -> Costs:
         answer = stream.answers[-1].subset(chosen) if stream.answers[-1] is not None else None
         rounds = 2 if batch < full else 3
         on_source = _measured(method.source_phases(source), clock, rounds, len(source), full / batch)
-        _make_confident(method)
+        _make_confident(method, target.images)
         clock.lap()
         watch = None if plan.guard == "off" else Watch(method, target, source, Randomness(plan.seed))
         guard = clock.lap()
@@ -240,10 +240,13 @@ def _some(domain: LabelledDomain | UnlabelledDomain, count: int, seed: int) -> t
     return torch.randperm(len(domain), generator=Randomness(seed).generator("estimate", domain.name))[:count]
 
 
-def _make_confident(method: Method) -> None:
+def _make_confident(method: Method, images: torch.Tensor) -> None:
+    """Scales the classifiers so that half of some images have a lead of :data:`_LEAD` logits."""
+    first, second = method.predict(images).topk(2, dim=1).values.unbind(dim=1)
+    lead = float((first - second).median())
     for value in vars(method).values():
-        if isinstance(value, Network):
-            value.set_prototypes(value.prototypes * _CONFIDENT)
+        if isinstance(value, Network) and lead > 0:
+            value.set_prototypes(value.prototypes * (_LEAD / lead))
 
 
 def _measured(phases: Sequence[Phase], clock: _Clock, rounds: int, images: int, larger: float) -> list[PhaseCost]:
