@@ -56,7 +56,7 @@ def demo(
     plans = resolve_all(requests, problems)
     runs = prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
     one_by_one = len(runs) == len(DEMO_METHODS) and at_once is None and "," not in device
-    if not dry_run:
+    if one_by_one and not dry_run:  # of several, the others go on
         for current in runs:
             check_folder(current.folder, current.config)
     planned = []
