@@ -41,6 +41,7 @@ def demo(
     from ratp.cli.progress import follow, follow_all
     from ratp.reports.page import write_report
     from ratp.reports.tables import print_report
+    from ratp.runs.directory import check_folder
     from ratp.runs.request import RunRequest
     from ratp.studies.execute import find_executor
 
@@ -55,6 +56,9 @@ def demo(
     plans = resolve_all(requests, problems)
     runs = prepare_all(plans, [out / f"{plan.method.name}-{plan.seed}" for plan in plans], probe=probe)
     one_by_one = len(runs) == len(DEMO_METHODS) and at_once is None and "," not in device
+    if one_by_one and not dry_run:  # of several, the others go on
+        for current in runs:
+            check_folder(current.folder, current.config)
     planned = []
     if dry_run or not (quiet or json_):
         planned = show_plan(runs, stderr(), at_once=at_once, apart=not one_by_one, dry=dry_run, json_=json_)

@@ -224,7 +224,10 @@ def run(
             folders = [_default_folder(plan) for plan in plans]
             several = prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
     from ratp.cli.planned import show_plan
+    from ratp.runs.directory import check_folder
 
+    if len(plans) == 1 and not dry_run:
+        check_folder(current.folder, current.config)
     is_heard = not quiet and not json_
     planned = []
     if dry_run or is_heard:
