@@ -179,7 +179,7 @@ def test_loss_is_read_only_when_shown(tmp_path, monkeypatch):
     )
     run = SimpleNamespace(plan=toy_plan("source-only"), stream=SimpleNamespace(order=("a",)))
     display = progress._Lines(run, Console(file=io.StringIO()))
-    watcher = progress._Watcher(display, [1.0])
+    watcher = progress._Watcher(display, run, [1.0])
     for _ in range(50):
         watcher.see(Trained(0, "a", tick))
     assert reads == []

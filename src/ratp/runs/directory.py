@@ -395,7 +395,7 @@ def _is_as_written(path: Path, sha256: str) -> bool:
 def prediction_files(stream: Stream, folder: Path, *, labelled: bool) -> dict[str, Path]:
     """Returns the paths of the predictions by target: of those without labels or, if ``labelled``, of all."""
     bare = [domain.name for domain in stream.unlabelled]
-    others = [target.name for target in stream.targets if labelled and target.name not in bare]
+    others = [target.name for target in stream.targets if labelled and target.name not in (*bare, *stream.gone)]
     found: dict[str, tuple[str, Path]] = {}  # by name in lower case: some file systems ignore case
     for domain in (*bare, *others):
         plain = safe_name(domain)

@@ -250,7 +250,7 @@ class Session:
         """Writes predictions for the images of targets and pictures of some, unless they are there already."""
         paths, is_new = self.prediction_files, not self.files.has_ended
         shown: dict[str, Examples] = {}
-        for target in self.stream.targets:
+        for target in (target for target in self.stream.targets if target.name not in self.stream.gone):
             path, labelled = paths.get(target.name), target.name in self.measures.names
             missing = path is not None and not self.files.has_predictions(path, labelled=labelled)
             if not is_new and not missing:
