@@ -40,6 +40,7 @@ ROOMS = {
     "runs": RUN,
     "executors": RUN | {"runs"},
     "studies": RUN | {"runs", "executors"},
+    "deploy": RUN | {"runs"},
     "reports": {
         "_core",
         "evaluation.matrix",
@@ -47,7 +48,7 @@ ROOMS = {
         "runs.record",
         "studies.record",
     },
-    "cli": RUN | {"runs", "executors", "studies", "reports"},
+    "cli": RUN | {"runs", "executors", "studies", "deploy", "reports"},
     "__main__": {"cli"},
 }
 
