@@ -130,7 +130,10 @@ class TestMistakes:
             ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
             ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", ", source-only", ".py file"]),
             ({"method": "source_only"}, ["unknown method 'source_only'", "Did you mean 'source-only'?"]),
-            ({"method": "source-only", "preset": "paper"}, ["preset of source-only 'paper'", "Valid: momentum, official"]),
+            (
+                {"method": "source-only", "preset": "paper"},
+                ["preset of source-only 'paper'", "Valid: momentum, official"],
+            ),
             ({"preset": "Paper"}, ["preset of ratp 'Paper'", "Did you mean 'paper'?", "Valid: official, paper"]),
             ({"changes": {"momentum": 1}}, ["unknown switch 'momentum'", "Did you mean 'sgd.momentum'?"]),
             ({"changes": {"epoch": 1}}, ["unknown switch 'epoch'", "Did you mean 'epochs'?"]),
