@@ -21,7 +21,7 @@ from torch import Tensor
 from ratp._core.environment import Randomness
 from ratp.config import override
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
-from ratp.deploy.drift import LEAST_IMAGES, Alarm, Level, Part, Pending, Reference, Window, nearest
+from ratp.deploy.drift import LEAST_IMAGES, Alarm, Level, Pending, Reference, Window, nearest
 from ratp.deploy.model import Model
 from ratp.deploy.store import Store, Version
 from ratp.errors import ConfigError, RatpError, TrainingError, brief, unknown
@@ -44,6 +44,8 @@ POLICIES: tuple[Adapt, ...] = get_args(Adapt)
 CHANGEABLE = "epochs", "steps", "batch", "lr"
 # Images of a known domain that are stored, and recent images that are kept for a stage.
 KNOWN_IMAGES, RECENT_IMAGES = 400, 2000
+# Images of a window that are checked for noise.
+_FEW = 16
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,7 @@ class Deployment:
         self._alarm, self._pending = Alarm(), Pending()
         self._level: Level = "fine"
         self._recent: list[Tensor] = []
+        self._structure = picture_structure(self._source().images[:_FEW])
 
     def _watch(self, images: Tensor, found: Predictions, names: Sequence[str]) -> tuple[list[Window], list[str]]:
         """Passes images to the alarm; returns the windows that are complete, and what caused an alarm."""
@@ -351,7 +354,7 @@ class Deployment:
         for part in self._pending.add(images, found, names):
             seen = nearest(self._references, part.found)
             level = self._alarm.update(seen.score)
-            if level == "drifted" and self._is_foreign(part):
+            if self._is_noise(part.images) or (level == "drifted" and self._is_unknown(part.images)):
                 level = "foreign"
             self._level = level
             seen = replace(seen, level=level)
@@ -366,14 +369,16 @@ class Deployment:
             self._store.note("window", version=self.version, **about, causes=odd if level != "fine" else [])
         return windows, causes
 
-    def _is_foreign(self, part: Part) -> bool:
-        """Whether the images are noise, blank, or nothing that the model recognises, by the guard's limits."""
-        known = self._store.images(self._references[0].name)["images"]
-        sample = known[: len(part.images)]
-        structure = picture_structure(known)
-        if structure > LEAST_STRUCTURE and picture_structure(part.images) / structure < LIMITS.structure:
-            return True
-        found = recognition_of(self._model.method, part.images, sample, _randomness(self._loaded))
+    def _is_noise(self, images: Tensor) -> bool:
+        """Whether images are noise or blank, by the guard's limit."""
+        return self._structure > LEAST_STRUCTURE and (
+            picture_structure(images[:_FEW]) / self._structure < LIMITS.structure
+        )
+
+    def _is_unknown(self, images: Tensor) -> bool:
+        """Whether the model recognises nothing in images, by the guard's limit."""
+        known = self._source().images[: len(images)]
+        found = recognition_of(self._model.method, images, known, _randomness(self._loaded))
         return found is not None and found < LIMITS.recognition
 
     def _keep_result(self, domain: UnlabelledDomain) -> None:

@@ -9,7 +9,7 @@ so that at most one in 200 windows of the known domain exceeds it. No label is n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,8 +26,8 @@ FALSE_ALARMS, CLEARLY = 0.005, 1.5
 # Windows drawn per split of the reference images, and number of splits.
 DRAWS, SPLITS = 100, 8
 LEAST_IMAGES = 40
-# Share of the reference images that calibration does not see, and that measure the rate of false alarms.
-HELD_BACK = 0.25
+# Parts of the reference images, each of which measures the rate of false alarms once.
+FOLDS = 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Reference:
         mean: Mean of each indicator over its windows.
         deviation: Standard deviation of each indicator over its windows.
         limit: The score that at most ``FALSE_ALARMS`` of its windows exceed.
-        false_alarms: The share of windows that exceeded it, among images that did not serve to set it.
+        false_alarms: The share of windows beyond a limit that other images of the domain set, by cross-validation.
     """
 
     name: str
@@ -102,20 +102,31 @@ class Reference:
         count = len(found.probabilities)
         if count < LEAST_IMAGES:
             raise RatpError(f"{count} images of {name!r} are too few to calibrate an alarm: give {LEAST_IMAGES}.")
-        order = torch.randperm(count, generator=generator)
-        test, rest = order[: round(HELD_BACK * count)], order[round(HELD_BACK * count) :]
+        known = cls._calibrated(name, found, generator, size)
+        wrong = []
+        for test in torch.randperm(count, generator=generator).chunk(FOLDS):
+            seen = torch.ones(count, dtype=torch.bool)
+            seen[test] = False
+            other = cls._calibrated(name, _part(found, seen.nonzero().flatten()), generator, size)
+            values = _windows(other.usual, _part(found, test), size, generator)
+            wrong.append((other._scores(values) > 1).double().mean())
+        return replace(known, false_alarms=torch.stack(wrong).mean().item())
+
+    @classmethod
+    def _calibrated(cls, name: str, found: Predictions, generator: torch.Generator, size: int) -> Reference:
+        """Sets the limit from windows of images that each time did not serve to compute the means."""
         drawn = []
         for _ in range(SPLITS):
-            shuffled = rest[torch.randperm(len(rest), generator=generator)]
-            half, other = shuffled[: len(rest) // 2], shuffled[len(rest) // 2 :]
+            half, other = torch.randperm(len(found.probabilities), generator=generator).chunk(2)
             drawn.append(_windows(Usual.of(_part(found, half)), _part(found, other), size, generator))
         values = torch.cat(drawn)
         mean, deviation = values.mean(dim=0), values.std(dim=0).clamp_min(1e-6)
         limit = ((values - mean) / deviation).amax(dim=1).quantile(1 - FALSE_ALARMS).item()
-        usual = Usual.of(_part(found, rest))
-        tested = _windows(usual, _part(found, test), size, generator)
-        wrong = (((tested - mean) / deviation).amax(dim=1) > limit).double().mean().item()
-        return cls(name, usual, mean, deviation, limit, wrong)
+        return cls(name, Usual.of(found), mean, deviation, limit, 0.0)
+
+    def _scores(self, values: Tensor) -> Tensor:
+        """Returns scores of windows, given their indicators: above 1, a window is beyond the limit."""
+        return ((values - self.mean) / self.deviation).amax(dim=-1) / self.limit
 
     def judge(self, found: Predictions) -> Window:
         """Compares a window with this domain."""
@@ -124,7 +135,7 @@ class Reference:
         values = self.usual.indicators(
             confidence.mean(), found.probabilities.double().mean(dim=0), embedding.mean(dim=0)
         )
-        score = ((values - self.mean) / self.deviation).max().item() / self.limit
+        score = self._scores(values).item()
         odd = ((embedding - self.usual.centre) / self.usual.scale).square().mean(dim=1).sqrt() + (1 - confidence)
         doubt, mix, distance = values.tolist()
         causes = tuple(odd.argsort(descending=True)[:5].tolist())
