@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ratp.config import switch as switch
     from ratp.data.domain import LabelledDomain as LabelledDomain
     from ratp.data.domain import UnlabelledDomain as UnlabelledDomain
+    from ratp.deploy.deployment import Deployment as Deployment
     from ratp.errors import ConfigError as ConfigError
     from ratp.errors import RatpError as RatpError
     from ratp.errors import RunDirectoryError as RunDirectoryError
@@ -65,6 +66,7 @@ _MODULES = {
     "Batches": "training.memory",
     "ConfigError": "errors",
     "DataOptions": "streams.stream",
+    "Deployment": "deploy.deployment",
     "FitResult": "api.result",
     "LabelledDomain": "data.domain",
     "LoadedRun": "runs.load",

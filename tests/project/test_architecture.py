@@ -40,6 +40,7 @@ ROOMS = {
     "runs": RUN,
     "executors": RUN | {"runs"},
     "studies": RUN | {"runs", "executors"},
+    "deploy": RUN | {"runs"},
     "reports": {
         "_core",
         "evaluation.details",
@@ -48,7 +49,7 @@ ROOMS = {
         "runs.record",
         "studies.record",
     },
-    "cli": RUN | {"runs", "executors", "studies", "reports"},
+    "cli": RUN | {"runs", "executors", "studies", "deploy", "reports"},
     "api": RUN | {"runs", "cli.console", "cli.progress"},
     "__main__": {"cli"},
 }

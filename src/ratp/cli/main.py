@@ -12,7 +12,21 @@ from typing import Annotated, Any
 import typer
 
 from ratp import __version__
-from ratp.cli import data, demo, doctor, lists, predict, reports, run_file, runs, studies, switches, verify, weights
+from ratp.cli import (
+    data,
+    demo,
+    deploy,
+    doctor,
+    lists,
+    predict,
+    reports,
+    run_file,
+    runs,
+    studies,
+    switches,
+    verify,
+    weights,
+)
 from ratp.cli.console import print_error, spread_targets
 from ratp.errors import ConfigError, RatpError, print_plainly
 
@@ -24,6 +38,8 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(runs.run)
 app.command()(predict.predict)
+app.command()(deploy.deploy)
+app.command()(deploy.versions)
 app.command()(reports.report)
 app.command()(verify.verify)
 app.add_typer(studies.app, name="study")

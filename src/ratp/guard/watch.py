@@ -12,7 +12,7 @@ limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -177,8 +177,7 @@ class Watch:
         self._structure = picture_structure(self._domain) / in_source if in_source > LEAST_STRUCTURE else 1.0
         self._before = self._view(method)
         seen = (self._before.domain, self._domain), (self._before.source, self._source)
-        gains = (_gain(method, *item, randomness.generator("guard", "pieces")) for item in seen)
-        self._recognition = recognition(*gains)
+        self._recognition = _recognition_of(method, seen, randomness)
 
     def judge(self, method: Method) -> Verdict | None:
         """Returns the verdict on the stage, after it; None if predictions are not finite, which others report."""
@@ -212,6 +211,17 @@ def _predict(method: Method, images: Tensor, *, embed: bool = False) -> Predicti
     probabilities = method.predict(images).float().softmax(dim=1).cpu()
     embedding = method.embed(images) if embed else None
     return Predictions(probabilities, None if embedding is None else embedding.float().cpu())
+
+
+def recognition_of(method: Method, domain: Tensor, source: Tensor, randomness: Randomness) -> float | None:
+    """Returns how well a model recognises images of a domain, relative to source images; None if it cannot be told."""
+    seen = [(_predict(method, images), images) for images in (domain, source)]
+    return _recognition_of(method, seen, randomness)
+
+
+def _recognition_of(method: Method, seen: Sequence[tuple[Predictions, Tensor]], randomness: Randomness) -> float | None:
+    domain, source = (_gain(method, *item, randomness.generator("guard", "pieces")) for item in seen)
+    return recognition(domain, source)
 
 
 def _gain(method: Method, whole: Predictions, images: Tensor, generator: torch.Generator) -> float:

@@ -22,7 +22,7 @@ from ratp.errors import ConfigError, unknown
 from ratp.functional import kernels
 from ratp.functional.norm import BatchNorm2d
 
-TIMM = "timm:"
+TIMM, TORCHVISION = "timm:", "torchvision:"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Channels = tuple[float, float, float]
@@ -160,9 +160,11 @@ def check_backbone(name: str, width: float = 1.0, image_size: tuple[int, int] | 
     """Checks a backbone's settings without building it."""
     if name.startswith(TIMM):
         _check_timm_name(name.removeprefix(TIMM))
+    elif name.startswith(TORCHVISION):
+        _check_torchvision_name(name.removeprefix(TORCHVISION))
     elif name not in REGISTRY:
         raise ConfigError(
-            f"{unknown('backbone', name, REGISTRY)} Or timm:NAME for any model of timm; "
+            f"{unknown('backbone', name, REGISTRY)} Or timm:NAME or torchvision:NAME for any of their classifiers; "
             "one of your own must be registered in this process first: ratp.register_backbone(NAME, BUILD)."
         )
     entry = REGISTRY.get(name)
@@ -189,6 +191,8 @@ def make_backbone(name: str, image_size: tuple[int, int] = (32, 32), width: floa
 def pretrained_input(name: str) -> PretrainedInput | None:
     """Returns the usual input of a backbone: side, channel means and deviations; None: whatever the stream has."""
     check_backbone(name)
+    if name.startswith(TORCHVISION):
+        return _IMAGENET
     if not name.startswith(TIMM):
         return REGISTRY[name].usual
     published = timm_library().get_pretrained_cfg(name.removeprefix(TIMM))
@@ -214,8 +218,76 @@ def _build(name: str, width: float = 1.0) -> nn.Module:
     if name.startswith(TIMM):
         model = timm_library().create_model(name.removeprefix(TIMM), num_classes=0, pretrained=False)
         return model
+    if name.startswith(TORCHVISION):
+        return split_head(whole_model(name, 2), pretrained_side(name))[0]
     entry = REGISTRY[name]
     return entry.build(width=width) if entry.scalable else entry.build()
+
+
+def pretrained_side(name: str) -> int:
+    """Returns the usual image side of a backbone; 32 if it has none."""
+    usual = pretrained_input(name)
+    return usual[0] if usual else 32
+
+
+def whole_model(name: str, classes: int) -> nn.Module:
+    """Builds a classifier of timm or torchvision, head included, with random weights from torch's generator."""
+    check_backbone(name)
+    model: nn.Module
+    if name.startswith(TIMM):
+        model = timm_library().create_model(name.removeprefix(TIMM), num_classes=classes, pretrained=False)
+    else:
+        from torchvision import models  # takes seconds
+
+        model = models.get_model(name.removeprefix(TORCHVISION), weights=None, num_classes=classes)
+    return model
+
+
+def split_head(model: nn.Module, side: int) -> tuple[nn.Module, nn.Linear]:
+    """Takes a classifier apart, in place: the model without its last layer, and that layer.
+
+    The head is the linear layer whose output is the model's output.
+
+    Args:
+        model: Maps normalised images to logits.
+        side: Side of its images.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, inputs, output: outputs.__setitem__(name, output)
+
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    handles = [module.register_forward_hook(keep(name)) for name, module in linear.items()]
+    was = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(1, 3, side, side))
+    except Exception as error:  # each model fails in its own way
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ConfigError(f"the model cannot work on {side}×{side} images ({reason}). Give its size.") from error
+    finally:
+        model.train(was)
+        for handle in handles:
+            handle.remove()
+    heads = [name for name, output in outputs.items() if isinstance(logits, Tensor) and output is logits]
+    if not heads or linear[heads[-1]].weight.ndim != 2:
+        raise ConfigError(
+            "the model's head cannot be found: no linear layer gives its output. A model to adopt must end in a "
+            "linear layer and return its logits."
+        )
+    name = heads[-1]
+    head = linear[name]
+    model.set_submodule(name, nn.Identity())
+    return model, head
+
+
+def _check_torchvision_name(name: str) -> None:
+    from torchvision import models  # takes seconds
+
+    names = models.list_models(module=models)
+    if name not in names:
+        raise ConfigError(unknown("classifier of torchvision", name, names))
 
 
 def timm_library() -> ModuleType:

@@ -29,9 +29,10 @@ class NetworkConfig:
     width: float = switch(1.0, "factor on the channels of dtn", above=0, below=100)
     hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
     dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)
-    bottleneck: Literal["two", "one"] = switch(
+    bottleneck: Literal["two", "one", "none"] = switch(
         "two",
-        "linear layers of the bottleneck: two, or one, then BatchNorm and with dtn dropout, as SHOT was published",
+        "linear layers of the bottleneck: two; one, then BatchNorm and with dtn dropout, as SHOT was published; or "
+        "none: the classifier acts on the features, as in most networks trained elsewhere",
         hash_default=False,
     )
     bias: bool = switch(False, "the classifier has a bias", hash_default=False)
@@ -117,7 +118,7 @@ class Network(nn.Module):
 
     Attributes:
         backbone: F, images to features.
-        bottleneck: B, Linear · BatchNorm · ReLU · Linear, or Linear · BatchNorm · dropout.
+        bottleneck: B, Linear · BatchNorm · ReLU · Linear, Linear · BatchNorm · dropout, or nothing.
         classifier: W, linear, by default without bias; it is applied by :meth:`classify`.
     """
 
@@ -130,12 +131,13 @@ class Network(nn.Module):
         self.channels_last = False
         self.precision: Precision = "fp32"
         self.backbone, features = make_backbone(config.backbone, image_size, config.width)
-        self.bottleneck = _two_layers(features, config) if config.bottleneck == "two" else _one_layer(features, config)
+        self.bottleneck = _BOTTLENECKS[config.bottleneck](features, config)
+        dim = features if config.bottleneck == "none" else config.dim
         self.classifier: nn.Linear | WeightNormLinear
         if config.weight_norm:
-            self.classifier = WeightNormLinear(config.dim, classes, bias=config.bias)
+            self.classifier = WeightNormLinear(dim, classes, bias=config.bias)
         else:
-            self.classifier = nn.Linear(config.dim, classes, bias=config.bias)
+            self.classifier = nn.Linear(dim, classes, bias=config.bias)
         self._initialise()
         self._frozen = _first_modules(self.backbone, config)
         for module in self._frozen:
@@ -249,3 +251,11 @@ def _two_layers(features: int, config: NetworkConfig) -> nn.Sequential:
 def _one_layer(features: int, config: NetworkConfig) -> nn.Sequential:
     dropout = ChannelDropout(_DROPOUT if config.backbone == "dtn" else 0.0)
     return _OneLayer(_WideLinear(features, config.dim), BatchNorm1d(config.dim), dropout)
+
+
+def _no_layer(features: int, config: NetworkConfig) -> nn.Sequential:
+    del features, config
+    return nn.Sequential()
+
+
+_BOTTLENECKS = {"two": _two_layers, "one": _one_layer, "none": _no_layer}

@@ -1,0 +1,106 @@
+"""``ratp deploy`` and ``ratp versions``: put a trained model into use, and list or restore its versions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ratp.cli.console import data_options, decoding, print_json, say, stderr, stdout
+from ratp.cli.options import Data, Json, OnBadImage, Quiet
+from ratp.errors import ConfigError
+
+Deployed = Annotated[Path, typer.Argument(help="Directory of the deployment.", show_default=False)]
+MethodFile = Annotated[
+    Path | None, typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False)
+]
+
+
+def deploy(
+    run: Annotated[Path, typer.Argument(help="Directory of a trained run.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="New directory for the deployment.", show_default=False)],
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder or zip with labelled source images: the run's source, of which only the part held back for "
+            "testing is used, or other images of its kind. They calibrate the alarm. Built-in streams need none.",
+            show_default=False,
+        ),
+    ] = None,
+    adapt: Annotated[
+        str,
+        typer.Option(help="When to adapt to new kinds of images: never, ask (on request), auto (after an alarm)."),
+    ] = "ask",
+    at_least: Annotated[int, typer.Option(help="With --adapt auto: images a stage needs.")] = 256,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of a stage; default: the run's.", show_default=False)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps per epoch; default: the run's.", show_default=False)] = None,
+    data: Data = None,
+    on_bad_image: OnBadImage = "stop",
+    method: MethodFile = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Put a trained model into use: predict, watch for drift, adapt, go back.
+
+    The deployment has a directory of its own, with every version of the model. Then: ratp watch, ratp serve.
+    """
+    from ratp.deploy.deployment import Deployment, Settings
+    from ratp.deploy.source import source_images
+    from ratp.runs.load import load
+
+    changes = {name: value for name, value in {"epochs": epochs, "steps": steps}.items() if value is not None}
+    settings = Settings(adapt, at_least, changes)  # type: ignore[arg-type]  # checked there
+    loaded = load(run, device=device, method=method)
+    with decoding(stderr(), quiet=quiet or json_) as progress:
+        options, problems = data_options(data, on_bad_image, "stop", progress)
+        if problems:
+            raise ConfigError(problems)
+        images = source_images(loaded, source, options)
+    with Deployment.create(run, folder, images, settings=settings, device=device, method=method) as model:
+        alarms = model.false_alarms
+    if json_:
+        print_json({"deployment": str(folder), "version": 1, "images": len(images), "false_alarms": alarms})
+    elif not quiet:
+        say(f"{folder} holds version 1 of the model, from {run}.")
+        say(
+            f"The alarm is calibrated on {len(images):,} source images that the run did not train on; "
+            f"{alarms:.1%} of windows of such images raise it."
+        )
+        say(f"Next: ratp watch IMAGES --deployment {folder}")
+
+
+def versions(
+    folder: Deployed,
+    rollback: Annotated[
+        int | None, typer.Option(metavar="N", help="Let version N answer again.", show_default=False)
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """List the versions of a deployed model, or let an earlier one answer again."""
+    from ratp.deploy.store import Store
+
+    store = Store(folder)
+    try:
+        if rollback is not None:
+            store.choose(rollback, "requested")
+        contents = store.contents
+    finally:
+        store.close()
+    if json_:
+        print_json({"current": contents.current, "versions": [asdict(version) for version in contents.versions]})
+        return
+    table = Table("", "version", "made", "images", "why", box=None, header_style="bold")
+    for version in contents.versions:
+        mark = "→" if version.number == contents.current else ""
+        table.add_row(mark, str(version.number), version.made, _count(version.images), version.why)
+    stdout().print(table)
+
+
+def _count(images: int) -> Any:
+    return f"{images:,}" if images else ""

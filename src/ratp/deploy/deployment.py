@@ -1,0 +1,457 @@
+"""A trained model in use: predicts, observes what arrives, adapts and goes back.
+
+Predictions always come from the current *version*. Adapting trains a copy; if the guard accepts the result, it becomes
+the next version in one step, on disk first and then in memory. So a process that is killed at any moment comes back
+with the last version that was accepted, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from ratp._core.environment import Randomness
+from ratp.config import override
+from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
+from ratp.deploy.drift import LEAST_IMAGES, Alarm, Level, Pending, Reference, Window, nearest
+from ratp.deploy.model import Model
+from ratp.deploy.store import Store, Version
+from ratp.errors import ConfigError, RatpError, TrainingError, brief, unknown
+from ratp.guard.watch import (
+    LEAST_STRUCTURE,
+    LIMITS,
+    Predictions,
+    Watch,
+    picture_structure,
+    recognition_of,
+)
+from ratp.runs.load import LoadedRun, load
+from ratp.training.finite import lost_weights
+from ratp.training.method import Method
+from ratp.training.phase import train
+
+Adapt = Literal["never", "ask", "auto"]
+POLICIES: tuple[Adapt, ...] = get_args(Adapt)
+# Values of the recipe that a deployment may change, because they only shorten or soften a stage.
+CHANGEABLE = "epochs", "steps", "batch", "lr"
+# Images of a known domain that are stored, and recent images that are kept for a stage.
+KNOWN_IMAGES, RECENT_IMAGES = 400, 2000
+# Images of a window that are checked for noise.
+_FEW = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a deployment adapts.
+
+    Attributes:
+        adapt: ``never``; ``ask``: only when :meth:`Deployment.adapt` is called; ``auto``: in the background, once the
+            alarm is at ``drifted`` and enough images have arrived since it first rose.
+        at_least: Images that a stage in the background needs.
+        changes: Values for ``epochs``, ``steps``, ``batch`` and ``lr`` of a stage.
+    """
+
+    adapt: Adapt = "ask"
+    at_least: int = 256
+    changes: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapt not in POLICIES:
+            raise ConfigError(unknown("policy", self.adapt, POLICIES))
+        if self.at_least < 2:
+            raise ConfigError(f"at_least must be 2 or more; got {self.at_least}.")
+        other = [name for name in self.changes or {} if name not in CHANGEABLE]
+        if other:
+            raise ConfigError([unknown("value of a deployment", name, CHANGEABLE) for name in other])
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What :meth:`Deployment.observe` says of some images.
+
+    Attributes:
+        labels: Names of the predicted classes.
+        confidence: The model's probability of each.
+        version: Number of the version that predicted.
+        level: Level of the alarm after these images.
+        windows: What the alarm said of every window that ended with these images.
+        causes: Names of the least typical images of these windows, if the level is not ``fine``.
+        adapting: Whether a stage is under way in the background.
+    """
+
+    labels: tuple[str, ...]
+    confidence: tuple[float, ...]
+    version: int
+    level: Level
+    windows: tuple[Window, ...] = ()
+    causes: tuple[str, ...] = ()
+    adapting: bool = False
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """The result of a stage.
+
+    Attributes:
+        accepted: Whether the new model answers now.
+        version: Number of the version that answers.
+        images: Number of images it trained on.
+        reasons: The guard's reasons against it.
+    """
+
+    accepted: bool
+    version: int
+    images: int
+    reasons: tuple[str, ...] = ()
+
+
+class Deployment:
+    """A model in use, with a directory of its own; several threads may use it, but one process only.
+
+    Create one with :meth:`create`, open it again with ``Deployment(folder)``, and close it at the end, or use it as a
+    context manager.
+
+    Examples:
+        >>> with ratp.Deployment("deployed") as model:
+        ...     seen = model.observe(images)
+        ...     if seen.level == "drifted":
+        ...         print(model.adapt())
+    """
+
+    def __init__(self, folder: Path | str, *, device: str = "auto", method: Path | str | None = None) -> None:
+        """Opens the deployment in ``folder``.
+
+        Args:
+            folder: Its directory.
+            device: Where to compute.
+            method: The file of a custom method, a program that is run only because you name it.
+        """
+        self._store = Store(Path(folder))
+        self._load = partial(load, Path(folder) / "run", device=device, method=method)
+        self._mutex = threading.RLock()  # of what observing, adapting and going back change
+        self._worker: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._done: Adaptation | BaseException | None = None
+        try:
+            self.settings = Settings(**self._store.contents.settings)
+            self._use(self._store.contents.current)
+        except BaseException:
+            self._store.close()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        run: Path | str,
+        folder: Path | str,
+        source: LabelledDomain,
+        *,
+        settings: Settings | None = None,
+        device: str = "auto",
+        method: Path | str | None = None,
+    ) -> Self:
+        """Starts a deployment of a trained run.
+
+        Args:
+            run: The run's directory. It is copied, and not needed afterwards.
+            folder: Directory of the deployment; must not exist, or be empty.
+            source: Labelled images that the run did not train on. They calibrate the alarm, and show the guard whether
+                an adapted model still knows the source.
+            settings: How to adapt; None: as :class:`Settings` has it.
+            device: Where to compute.
+            method: The file of a custom method.
+        """
+        loaded = load(run, device=device, method=method)
+        check_images(source.images, loaded.image_size)
+        if source.classes != loaded.classes:
+            raise ConfigError(
+                f"the source has other classes ({', '.join(source.classes)}) than {run} ({', '.join(loaded.classes)})."
+            )
+        about = settings or Settings()
+        chosen = torch.randperm(len(source), generator=_randomness(loaded).generator("deploy", "known"))[:KNOWN_IMAGES]
+        images, labels = source.images[chosen].cpu(), source.labels[chosen].cpu()
+        reference = _reference(Model(loaded.method, 1), source.name, images, loaded)  # before anything is written
+        store = Store.create(Path(run), Path(folder), loaded.classes, asdict(about))
+        try:
+            store.keep_images(source.name, images, labels)
+            store.add(loaded.method.state(), [reference], f"deployed from a run of {loaded.method.name}")
+        finally:
+            store.close()
+        return cls(folder, device=device, method=method)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the logits."""
+        return self._store.contents.classes
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        return self._loaded.image_size
+
+    @property
+    def folder(self) -> Path:
+        """Its directory."""
+        return self._store.folder
+
+    @property
+    def version(self) -> int:
+        """Number of the version that answers."""
+        return self._model.version
+
+    @property
+    def level(self) -> Level:
+        """Level of the alarm."""
+        return self._level
+
+    @property
+    def adapting(self) -> bool:
+        """Whether a stage is under way in the background."""
+        return self._worker is not None and self._worker.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """Number of recent images that a stage would train on."""
+        with self._mutex:
+            return sum(map(len, self._recent))
+
+    @property
+    def false_alarms(self) -> float:
+        """Share of windows of source images that would raise the alarm, measured when it was calibrated."""
+        return self._references[0].false_alarms
+
+    def history(self) -> tuple[Version, ...]:
+        """Returns all versions, oldest first."""
+        return self._store.contents.versions
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Returns logits of uint8 images, shape (N, classes); nothing is remembered of them."""
+        check_images(images, self.image_size)
+        return self._model.logits(images)
+
+    def observe(self, images: Tensor, names: Sequence[str] | None = None) -> Observation:
+        """Predicts images as they arrive, watches for drift, and adapts if the settings say so.
+
+        Args:
+            images: uint8 tensor of shape (N, 3, height, width).
+            names: Names of the images, for the alarm; None: their positions.
+        """
+        check_images(images, self.image_size)
+        if names is not None and len(names) != len(images):
+            raise RatpError(f"{len(names)} names are given for {len(images)} images.")
+        model = self._model
+        found = model.predictions(images)
+        confidence, labels = found.probabilities.max(dim=1)
+        with self._mutex:
+            if model is self._model:  # otherwise a new version answers by now
+                windows, causes = self._watch(images, found, names or [str(k) for k in range(len(images))])
+                enough = self.waiting >= self.settings.at_least
+                if self.settings.adapt == "auto" and self.level == "drifted" and enough and not self.adapting:
+                    self.adapt(background=True)
+            else:
+                windows, causes = [], []
+            return Observation(
+                tuple(self.classes[k] for k in labels.tolist()),
+                tuple(confidence.tolist()),
+                model.version,
+                self.level,
+                tuple(windows),
+                tuple(causes),
+                self.adapting,
+            )
+
+    def adapt(
+        self, images: Tensor | None = None, *, name: str | None = None, background: bool = False
+    ) -> Adaptation | None:
+        """Trains a stage on images, and makes its result the next version if the guard accepts it.
+
+        Args:
+            images: uint8 images of the new domain; None: those observed since the alarm rose.
+            name: Name of the domain; None: a number.
+            background: Whether to return at once, with None; :meth:`wait` returns the result.
+        """
+        with self._mutex:
+            if self.adapting:
+                raise RatpError("a stage is under way: wait for it, with wait(), before the next one.")
+            given = torch.cat(self._recent) if images is None and self._recent else images
+            if given is None or len(given) < 2:
+                raise RatpError("there is nothing to adapt to: no image is unlike the known domains so far.")
+            check_images(given, self.image_size)
+            number = 1 + len(self.history())
+            domain = UnlabelledDomain(name or f"domain-{number}", given)
+            self._stop.clear()
+            if background:
+                self._done = None
+                self._worker = threading.Thread(
+                    target=self._keep_result, args=(domain,), name="ratp-stage", daemon=True
+                )
+                self._worker.start()
+                return None
+        return self._stage(domain)
+
+    def wait(self, timeout: float | None = None) -> Adaptation | None:
+        """Waits for the stage in the background; returns its result, None if there is none yet."""
+        if self._worker is not None:
+            self._worker.join(timeout)
+            if self._worker.is_alive():
+                return None
+        if isinstance(self._done, BaseException):
+            done, self._done = self._done, None
+            raise done
+        return self._done
+
+    def rollback(self, version: int | None = None) -> Version:
+        """Lets an earlier version answer again.
+
+        Args:
+            version: Its number; None: the one before the current one.
+        """
+        with self._mutex:
+            earlier = [item.number for item in self.history() if item.number < self.version]
+            if version is None and not earlier:
+                raise RatpError(f"version {self.version} is the first: there is none before it.")
+            chosen = max(earlier) if version is None else version
+            self._store.contents.version(chosen)
+            self._use(chosen)
+            return self._store.choose(chosen, "requested")
+
+    def close(self) -> None:
+        """Stops a stage in the background, which is then lost, and lets another process open the deployment."""
+        self._stop.set()
+        if self._worker is not None:
+            self._worker.join()
+        self._store.close()
+
+    def _use(self, number: int) -> None:
+        """Makes a version answer in this process."""
+        state, references = self._store.read(number)
+        loaded = self._load()
+        loaded.method.load_state(state)
+        self._loaded, self._references = loaded, references
+        self._model = Model(loaded.method, number)
+        self._alarm, self._pending = Alarm(), Pending()
+        self._level: Level = "fine"
+        self._recent: list[Tensor] = []
+        self._structure = picture_structure(self._source().images[:_FEW])
+
+    def _watch(self, images: Tensor, found: Predictions, names: Sequence[str]) -> tuple[list[Window], list[str]]:
+        """Passes images to the alarm; returns the windows that are complete, and what caused an alarm."""
+        windows, causes = list[Window](), list[str]()
+        for part in self._pending.add(images, found, names):
+            seen = nearest(self._references, part.found)
+            level = self._alarm.update(seen.score)
+            if self._is_noise(part.images) or (level == "drifted" and self._is_unknown(part.images)):
+                level = "foreign"
+            self._level = level
+            seen = replace(seen, level=level)
+            windows.append(seen)
+            odd = [part.names[k] for k in seen.causes]
+            if level == "fine":
+                self._recent = []
+            else:
+                self._recent = _last([*self._recent, part.images], RECENT_IMAGES)
+                causes += odd
+            about = {name: value for name, value in asdict(seen).items() if name != "causes"}
+            self._store.note("window", version=self.version, **about, causes=odd if level != "fine" else [])
+        return windows, causes
+
+    def _is_noise(self, images: Tensor) -> bool:
+        """Whether images are noise or blank, by the guard's limit."""
+        return self._structure > LEAST_STRUCTURE and (
+            picture_structure(images[:_FEW]) / self._structure < LIMITS.structure
+        )
+
+    def _is_unknown(self, images: Tensor) -> bool:
+        """Whether the model recognises nothing in images, by the guard's limit."""
+        known = self._source().images[: len(images)]
+        found = recognition_of(self._model.method, images, known, _randomness(self._loaded))
+        return found is not None and found < LIMITS.recognition
+
+    def _keep_result(self, domain: UnlabelledDomain) -> None:
+        try:
+            self._done = self._stage(domain)
+        except BaseException as error:  # for wait(), in another thread
+            self._done = error
+            with suppress(RatpError):
+                self._store.note("failed", domain=domain.name, why=brief(error))
+
+    def _stage(self, domain: UnlabelledDomain) -> Adaptation | None:
+        """Trains a copy of the model on a domain; None if it was stopped."""
+        start = self._model
+        method = self._copy()
+        watch = Watch(method, domain, self._source(), _randomness(self._loaded))
+        self._store.note("stage", domain=domain.name, images=len(domain), version=start.version)
+        for _ in train(method.target_phases(domain)):
+            if self._stop.is_set():
+                return None
+        verdict = watch.judge(method)
+        if verdict is None or lost_weights(method.state()):
+            raise TrainingError("values became NaN or infinite, so the stage is dropped. A smaller lr usually helps.")
+        accepted = None if verdict.reasons else self._references_with(method, domain)
+        with self._mutex:
+            if self._stop.is_set():
+                return None
+            if accepted is None or self._model is not start:
+                reasons = verdict.reasons or ("another version was chosen meanwhile",)
+                self._recent, self._level = [], "watch"
+                self._store.note("refused", domain=domain.name, reasons=list(reasons), version=self.version)
+                return Adaptation(False, self.version, len(domain), reasons)
+            why, about = f"adapted to {domain.name}", {"images": len(domain), "verdict": verdict.to_json()}
+            self._use(self._store.add(method.state(), accepted, why, **about).number)
+            return Adaptation(True, self.version, len(domain))
+
+    def _references_with(self, method: Method, domain: UnlabelledDomain) -> list[Reference]:
+        """Keeps images of a domain; returns how an adapted method predicts those of all domains it now knows."""
+        chosen = torch.randperm(len(domain), generator=_randomness(self._loaded).generator("deploy", domain.name))
+        self._store.keep_images(domain.name, domain.images[chosen[:KNOWN_IMAGES]].cpu())
+        known = [reference.name for reference in self._references if reference.name != domain.name]
+        known += [domain.name] if len(domain) >= LEAST_IMAGES else []
+        model = Model(method, self.version)
+        return [_reference(model, name, self._store.images(name)["images"], self._loaded) for name in known]
+
+    def _copy(self) -> Method:
+        """Builds the current version once more, to be trained."""
+        method = self._load().method
+        method.load_state(self._model.method.state())
+        if self.settings.changes:
+            setting = getattr(method, "setting", None)
+            if setting is None:
+                raise ConfigError(f"{method.name} cannot take other values than those it was trained with.")
+            recipe = override(setting.recipe, self.settings.changes)
+            method.setting = replace(setting, recipe=recipe)  # type: ignore[attr-defined]
+        return method
+
+    def _source(self) -> LabelledDomain:
+        name = self._references[0].name
+        known = self._store.images(name)
+        return LabelledDomain(name, known["images"], known["labels"], self.classes)
+
+
+def _reference(model: Model, name: str, images: Tensor, loaded: LoadedRun) -> Reference:
+    generator = _randomness(loaded).generator("deploy", "alarm", name)
+    return Reference.of(name, model.predictions(images), generator)
+
+
+def _randomness(loaded: LoadedRun) -> Randomness:
+    return Randomness(int(loaded.config["seed"]))
+
+
+def _last(parts: list[Tensor], most: int) -> list[Tensor]:
+    """Drops the oldest parts as long as the others have enough images."""
+    while sum(map(len, parts[1:])) >= most:
+        parts = parts[1:]
+    return parts

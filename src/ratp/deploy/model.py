@@ -1,0 +1,63 @@
+"""A trained method that several threads may ask at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ratp.guard.watch import Predictions
+from ratp.training.method import Method
+
+
+class Model:
+    """Predicts with a method, one thread at a time.
+
+    Attributes:
+        version: Number of its version.
+        method: The method.
+    """
+
+    def __init__(self, method: Method, version: int) -> None:
+        self.method, self.version = method, version
+        self._lock = threading.Lock()
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Returns logits of uint8 images, on the CPU."""
+        with self._lock, torch.no_grad():
+            return self.method.predict(images).float().cpu()
+
+    def predictions(self, images: Tensor) -> Predictions:
+        """Returns probabilities and embeddings of uint8 images, from one forward pass where the network allows."""
+        with self._lock, torch.no_grad():
+            with _embeddings_of(self.method) as collected:
+                logits = self.method.predict(images)
+            found = collected(len(images))
+            if found is None:
+                found = self.method.embed(images)
+        embedding = None if found is None else found.float().cpu()
+        return Predictions(logits.float().softmax(dim=1).cpu(), embedding)
+
+
+@contextmanager
+def _embeddings_of(method: Method) -> Iterator[Callable[[int], Tensor | None]]:
+    """Collects what the network's bottleneck returns in the block; None unless that is one row per image."""
+    bottleneck = getattr(getattr(method, "network", None), "bottleneck", None)
+    rows: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        del module, inputs
+        rows.append(output.detach())
+
+    def collected(count: int) -> Tensor | None:
+        return torch.cat(rows) if rows and sum(map(len, rows)) == count else None
+
+    handle = bottleneck.register_forward_hook(keep) if isinstance(bottleneck, nn.Module) else None
+    try:
+        yield collected
+    finally:
+        if handle is not None:
+            handle.remove()
