@@ -60,6 +60,8 @@ LIBRARIES = {
     "click": {"cli"},
     "rich": {"cli", "reports"},
     "jinja2": {"reports"},
+    "onnx": {"deploy.onnx_file"},
+    "onnxruntime": {"deploy.onnx_file"},
     "timm": set(),  # by name, in a function: see networks.backbones
 }
 MODULES_OF_A_RUN = 45
