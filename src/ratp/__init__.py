@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ratp.data.domain import LabelledDomain as LabelledDomain
     from ratp.data.domain import UnlabelledDomain as UnlabelledDomain
     from ratp.deploy.deployment import Deployment as Deployment
+    from ratp.deploy.export import export as export
     from ratp.errors import ConfigError as ConfigError
     from ratp.errors import RatpError as RatpError
     from ratp.errors import RunDirectoryError as RunDirectoryError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ratp.runs.record import read_run as read_run
     from ratp.runs.request import RunRequest as RunRequest
     from ratp.runs.run import Run as Run
+    from ratp.runs.track import track as track
     from ratp.streams.stream import DataOptions as DataOptions
     from ratp.streams.stream import Stream as Stream
     from ratp.training.memory import Batch as Batch
@@ -87,12 +89,14 @@ _MODULES = {
     "UnlabelledDomain": "data.domain",
     "accuracy": "evaluation.accuracy",
     "classify": "training.recipe",
+    "export": "deploy.export",
     "load": "runs.load",
     "pack": "training.method",
     "read_run": "runs.record",
     "register_backbone": "networks.backbones",
     "resolve": "runs.plan",
     "switch": "config",
+    "track": "runs.track",
     "unpack": "training.method",
 }
 __all__ = sorted([*_MODULES, "__version__"])

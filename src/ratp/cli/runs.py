@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ratp.runs.plan import RunPlan
     from ratp.runs.request import RunRequest
     from ratp.runs.run import Run
+    from ratp.runs.track import Tracking
     from ratp.studies.execute import Executor
 
 DEMO_METHODS = ("source-only", "ratp")
@@ -105,6 +106,7 @@ def run(
     save_every: opt.SaveEvery = SAVE_EVERY,
     reuse_source: opt.ReuseSource = True,
     guard: opt.Guard = "auto",
+    track: opt.Track = None,
     device: opt.Device = "auto",
     precision: opt.Precision = "auto",
     jobs: opt.Jobs = "auto",
@@ -131,8 +133,10 @@ def run(
 
     from ratp.runs.request import RunRequest
     from ratp.runs.run import Run
+    from ratp.runs.track import Tracking, check_trackers
     from ratp.studies.execute import find_executor
 
+    problems += check_trackers(track or [])
     first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
@@ -167,14 +171,17 @@ def run(
             folders = [_default_folder(plan) for plan in plans]
             several = _prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
     if len(plans) > 1:
-        _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
+        with Tracking(several, track or []) as tracking:
+            executor = find_executor(devices=devices)
+            _run_several(several, out, at_once, executor, quiet=quiet, json_=json_, tracking=tracking)
         return
     if not json_:
         print_notes(current.stream, stderr(), brief=quiet)
     from ratp.cli.progress import follow
     from ratp.runs.plan import with_current_defaults
 
-    follow(current, stderr(), quiet=quiet or json_)
+    with Tracking([current], track or []) as tracking:
+        follow(current, stderr(), quiet=quiet or json_, also=tracking.see)
     record = current.record()
     if json_:
         print_json(record.to_json())
@@ -187,13 +194,21 @@ def run(
         for path in current.predictions:
             say(f"Predictions: {path}")
         say(f"Run directory: {current.folder}")
+        _say_tracked(tracking)
         place = shlex.quote(str(current.folder))
         own = f", or ratp predict {place} IMAGES" if current.plan.spec.values == FOLDERS else ""
         say(f"Next: ratp report {place}{own}")
 
 
 def _run_several(
-    runs: Sequence[Run], out: Path | None, at_once: int | None, on: Executor, *, quiet: bool, json_: bool
+    runs: Sequence[Run],
+    out: Path | None,
+    at_once: int | None,
+    on: Executor,
+    *,
+    quiet: bool,
+    json_: bool,
+    tracking: Tracking,
 ) -> None:
     """Executes runs side by side, compares them and says where they are; failures come last."""
     from ratp.cli.progress import follow_all
@@ -205,7 +220,8 @@ def _run_several(
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr(), brief=quiet)
-    records, failed = _split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
+    results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on, also=tracking.see)
+    records, failed = _split(runs, results)
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
@@ -218,8 +234,14 @@ def _run_several(
         for path in (path for current in runs for path in current.predictions if path.exists()):
             say(f"Predictions: {path}")
         folders = [out] if out is not None and not failed else [record.path for record in records]
+        _say_tracked(tracking)
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
     _fail(failed)
+
+
+def _say_tracked(tracking: Tracking) -> None:
+    for show in tracking.shows:
+        say(f"Tracked: {show}")
 
 
 def _print_rollbacks(records: Sequence[RunRecord]) -> None:
