@@ -81,7 +81,7 @@ class _TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder or Path("tensorboard")
-        self._writer: Any = SummaryWriter(str(place / run.name))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(place / run.name))
         self.show = f"tensorboard --logdir {shlex.quote(str(place))}"
         self.note("config", f"```\n{json.dumps(dict(run.config), indent=2, ensure_ascii=False)}\n```")
 
@@ -343,8 +343,5 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what determines a run's result as plain values by name."""
     found = {name: config[name] for name in ("stream", "method", "preset", "seed", "fingerprint")}
     found["order"] = ">".join(config["order"])
-    return found | {
-        name: str(v) if isinstance(v, list) else v
-        for part in ("recipe", "switches")
-        for name, v in config[part].items()
-    }
+    values = {**config["recipe"], **config["switches"]}
+    return found | {name: str(value) if isinstance(value, list) else value for name, value in values.items()}
