@@ -125,6 +125,8 @@ def export(
     given = None if labelled is None else Path(labelled)
     domains = _labelled(trained, given, reading) if half or int8 or given else []
     pictures, origin = _pictures(trained, [Path(item) for item in images], domains, reading)
+    if int8 and origin.startswith(RANDOM):
+        raise ConfigError("int8 needs real images, which show the range of every number: give some with --images.")
     expected = trained.run.predict(pictures)
     program = _traced(trained.run, pictures, expected)
     path = default_path(run, to) if out is None else Path(out)
@@ -133,8 +135,6 @@ def export(
     else:
         data = to_onnx(program, trained.about)
         smaller: list[tuple[Kind, bytes]] = [("fp16", to_half(data))] if half else []
-        if int8 and origin.startswith(RANDOM):
-            raise ConfigError("int8 needs real images, which show the range of every number: give some with --images.")
         smaller += [("int8", to_int8(data, pictures))] if int8 else []
         files = [_File(path, "fp32", data, partial(run_onnx, data))]
         files += [_File(beside(path, kind), kind, less, partial(run_onnx, less)) for kind, less in smaller]

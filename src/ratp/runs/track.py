@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
 import shlex
@@ -16,6 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,6 +112,7 @@ class _MLflow(Tracker):
             place.mkdir(parents=True, exist_ok=True)
             uri, files = f"sqlite:///{place}/mlflow.db", (place / "artifacts").as_uri()
             self.show = shlex.join(["mlflow", "ui", "--backend-store-uri", uri])
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._client: Any = MlflowClient(uri)
         found = self._client.get_experiment_by_name(PROJECT)
         experiment = found.experiment_id if found else self._client.create_experiment(PROJECT, files)
@@ -143,7 +146,8 @@ class _WandB(Tracker):
         mode = None if "WANDB_MODE" in os.environ else "offline"
         about = {"project": PROJECT, "id": run.id, "name": run.name, "config": dict(run.config), "dir": str(place)}
         settings = wandb.Settings(silent=True, console="off")
-        self._run: Any = wandb.init(**about, mode=mode, resume="allow", reinit="create_new", settings=settings)
+        again = None if mode else "allow"  # offline, wandb sync joins the parts of a resumed run by their id
+        self._run: Any = wandb.init(**about, mode=mode, resume=again, reinit="create_new", settings=settings)
         self._run.define_metric("*", step_metric="step")
         self.show = "" if mode is None else f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
 
@@ -166,7 +170,10 @@ class _Trackio(Tracker):
         import trackio
 
         about = {"project": PROJECT, "name": run.name, "config": dict(run.config), "resume": "allow", "embed": False}
-        self._run: Any = trackio.init(**about, auto_log_gpu=False, auto_log_cpu=False)
+        self._context = copy_context()  # of several runs at once, each is trackio's current one in its own context
+        init = partial(trackio.init, auto_log_gpu=False, auto_log_cpu=False)
+        self._run: Any = self._context.run(init, **about)
+        self._finish = partial(self._context.run, trackio.finish)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
@@ -176,7 +183,7 @@ class _Trackio(Tracker):
 
     def close(self, *, finished: bool) -> None:
         del finished
-        self._run.finish()
+        self._finish()
 
 
 TRACKERS: Mapping[str, type[Tracker]] = {
