@@ -190,10 +190,10 @@ def test_every_method_exports_or_says_why_not(tmp_path, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet50", "timm:vit_tiny_patch16_224"])
 def test_large_networks(tmp_path, backbone):
-    folder = write_files(tmp_path / "day", image_files(count=4))
+    day, rain = (write_files(tmp_path / name, image_files(count=4, seed=k)) for k, name in enumerate(("day", "rain")))
     sizes = {**TINY, "network.width": 1, "epochs": 1, "steps": 1, "network.backbone": backbone}
     options = [word for name, value in sizes.items() for word in ("--set", f"{name}={value}")]
-    words = ("--source", folder, "--targets", folder, "--method", "source-only", "--weights", "none", "--guard", "off")
+    words = ("--source", day, "--targets", rain, "--method", "source-only", "--weights", "none", "--guard", "off")
     assert_ok(ratp("run", "folders", *words, "--out", tmp_path / "run", "--device", "cpu", *options))
-    (found,) = export(tmp_path / "run", tmp_path / "it.onnx", images=[folder])
+    (found,) = export(tmp_path / "run", tmp_path / "it.onnx", images=[rain])
     assert found.difference < 1e-3

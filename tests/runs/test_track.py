@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from helpers import TINY_OPTIONS, accuracy_of, ratp, same_tensors, tensors_of, toy_plan
-from own_images import assert_error, assert_ok
+from helpers import accuracy_of, ratp, same_tensors, tensors_of, toy_plan
+from own_images import assert_error, assert_ok, image_files, run_folders, write_files
 from ratp.errors import ConfigError
 from ratp.runs import track as tracking
 from ratp.runs.events import StageFinished
@@ -73,6 +73,7 @@ class TestTensorBoard:
 class Failing(tracking.Tracker):
     """Fails at the first call of one kind."""
 
+    package = "json"
     fails = "log"
 
     def __init__(self, run, folder):
@@ -104,10 +105,11 @@ def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch, untracked, when
 
 
 class TestCommandLine:
-    def test_several_runs_at_once(self, tmp_path, monkeypatch, _no_processes):
+    @pytest.mark.usefixtures("_no_processes")
+    def test_several_runs_at_once(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        words = ("--seed", 1, "--seed", 2, "--track", "tensorboard", "--out", "runs", "--device", "cpu", "-m", "shot")
-        result = ratp("run", "demo", *words, *TINY_OPTIONS)
+        day, rain = (write_files(tmp_path / name, image_files(seed=k)) for k, name in enumerate(("day", "rain")))
+        result = run_folders(day, rain, out="runs", more=("--seed", 1, "--seed", 2, "--track", "tensorboard"))
         assert_ok(result)
         assert "Tracked: tensorboard --logdir tensorboard" in result.err
         assert len(list((tmp_path / "tensorboard").iterdir())) == 2
@@ -153,7 +155,8 @@ class TestOthers:
         run_to_the_end(Run(toy_plan(), tmp_path / "run"), f"wandb:{tmp_path}")
         assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
-    def test_trackio(self, tmp_path):
+    def test_trackio(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
         trackio = pytest.importorskip("trackio")
         plan = toy_plan(seed=77)
         run_to_the_end(Run(plan, tmp_path / "trackio-test"), "trackio")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ratp.cli.console import (
@@ -21,6 +22,7 @@ from ratp.cli.console import (
     stdout,
 )
 from ratp.cli.options import Data, Json, OnBadImage, Quiet
+from ratp.cli.predict import refuse_to_lose
 from ratp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ def export(
     path = default_path(run, to) if out is None else out  # type: ignore[arg-type]  # checked above
     for place in (path, *(beside(path, kind) for kind, wanted in (("fp16", half), ("int8", int8)) if wanted)):  # type: ignore[arg-type]
         check_out(place, "text")
+        refuse_to_lose(place, run, [*(images or ()), *([labelled] if labelled else [])])
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, problems = data_options(data, on_bad_image, "stop", progress)
         if problems:
@@ -114,13 +117,17 @@ def _print(found: tuple[Exported, ...], to: str) -> None:
     table = Table("file", "", "size", "logits differ by", "same class", box=None, header_style="bold")
     for file in found:
         table.add_row(
-            str(file.path), file.precision, size_text(file.size), f"{file.difference:.1e}", f"{file.agreement:.1%}"
+            escape(str(file.path)),
+            file.precision,
+            size_text(file.size),
+            f"{file.difference:.1e}",
+            f"{file.agreement:.1%}",
         )
     stdout().print(table)
     if first.accuracy:
         table = Table("accuracy (%)", "ratp", *(file.precision for file in found), box=None, header_style="bold")
         for name, (before, _) in first.accuracy.items():
-            table.add_row(name, f"{before:.1f}", *(f"{file.accuracy[name][1]:.1f}" for file in found))
+            table.add_row(escape(name), f"{before:.1f}", *(f"{file.accuracy[name][1]:.1f}" for file in found))
         stdout().print(table)
     elif len(found) > 1:
         print_note("labelled images would show what the smaller files cost: --labelled FOLDER", stderr())

@@ -146,7 +146,7 @@ class _WandB(Tracker):
         mode = None if "WANDB_MODE" in os.environ else "offline"
         about = {"project": PROJECT, "id": run.id, "name": run.name, "config": dict(run.config), "dir": str(place)}
         settings = wandb.Settings(silent=True, console="off")
-        again = None if mode else "allow"  # offline, wandb sync joins the parts of a resumed run by their id
+        again = None if mode else "allow"  # offline, the parts of a resumed run only share their id
         self._run: Any = wandb.init(**about, mode=mode, resume=again, reinit="create_new", settings=settings)
         self._run.define_metric("*", step_metric="step")
         self.show = "" if mode is None else f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
@@ -171,9 +171,8 @@ class _Trackio(Tracker):
 
         about = {"project": PROJECT, "name": run.name, "config": dict(run.config), "resume": "allow", "embed": False}
         self._context = copy_context()  # of several runs at once, each is trackio's current one in its own context
-        init = partial(trackio.init, auto_log_gpu=False, auto_log_cpu=False)
-        self._run: Any = self._context.run(init, **about)
-        self._finish = partial(self._context.run, trackio.finish)
+        self._run: Any = self._context.run(lambda: trackio.init(**about, auto_log_gpu=False, auto_log_cpu=False))
+        self._finish = trackio.finish
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
@@ -183,7 +182,7 @@ class _Trackio(Tracker):
 
     def close(self, *, finished: bool) -> None:
         del finished
-        self._finish()
+        self._context.run(self._finish)
 
 
 TRACKERS: Mapping[str, type[Tracker]] = {
