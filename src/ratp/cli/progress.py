@@ -32,11 +32,7 @@ WIDEST_LABEL = 26  # next to a bar
 OnEvent = Callable[[Run, Event], None]
 
 
-def _ignore(run: Run, event: Event) -> None:
-    """Does nothing else with an event."""
-
-
-def follow(run: Run, console: Console, *, quiet: bool, also: OnEvent = _ignore) -> None:
+def follow(run: Run, console: Console, *, quiet: bool, also: OnEvent | None = None) -> None:
     """Executes a run and shows it. Ctrl-C and SIGTERM stop it where the same command continues.
 
     ``also`` gets every event too.
@@ -44,14 +40,16 @@ def follow(run: Run, console: Console, *, quiet: bool, also: OnEvent = _ignore) 
     with interruptible(console) as stop, closing(run.events()) as events:
         if quiet:
             for event in events:
-                also(run, event)
+                if also:
+                    also(run, event)
                 stop.check()
             return
         with _displays([run], console) as show:
             watcher = _Watcher(show(run, None))
             for event in events:
                 watcher.see(event)
-                also(run, event)
+                if also:
+                    also(run, event)
                 stop.check()
         if not watcher.any_event:
             _say_complete(run, console)
@@ -64,14 +62,15 @@ def follow_all(
     quiet: bool,
     at_once: int | None = None,
     on: Executor = run_all,
-    also: OnEvent = _ignore,
+    also: OnEvent | None = None,
 ) -> list[RunRecord | RatpError]:
     """Executes runs side by side and shows them, as :func:`follow` does; the result of a failed run is its error."""
     with interruptible(console) as stop:
         if quiet:
 
             def check(run: Run, event: Event) -> None:
-                also(run, event)
+                if also:
+                    also(run, event)
                 stop.check()
 
             return on(runs, at_once=at_once, on_event=check)
@@ -80,7 +79,8 @@ def follow_all(
 
             def see(run: Run, event: Event) -> None:
                 watchers[id(run)].see(event)
-                also(run, event)
+                if also:
+                    also(run, event)
                 stop.check()
 
             results = on(runs, at_once=at_once, on_event=see)

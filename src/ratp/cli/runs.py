@@ -25,6 +25,7 @@ from ratp.cli.console import (
     stderr,
     stdout,
 )
+from ratp.cli.track import problems_of, say_tracked, track_all
 from ratp.errors import ConfigError, RatpError
 from ratp.methods import METHODS, find_method
 from ratp.runs import DEFAULT_PRESET, SAVE_EVERY
@@ -133,10 +134,9 @@ def run(
 
     from ratp.runs.request import RunRequest
     from ratp.runs.run import Run
-    from ratp.runs.track import Tracking, check_trackers
     from ratp.studies.execute import find_executor
 
-    problems += check_trackers(track or [])
+    problems += problems_of(track)
     first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
@@ -171,7 +171,7 @@ def run(
             folders = [_default_folder(plan) for plan in plans]
             several = _prepare_all(plans, [out / folder.name for folder in folders] if out else folders, **how)
     if len(plans) > 1:
-        with Tracking(several, track or []) as tracking:
+        with track_all(several, track) as tracking:
             executor = find_executor(devices=devices)
             _run_several(several, out, at_once, executor, quiet=quiet, json_=json_, tracking=tracking)
         return
@@ -180,8 +180,8 @@ def run(
     from ratp.cli.progress import follow
     from ratp.runs.plan import with_current_defaults
 
-    with Tracking([current], track or []) as tracking:
-        follow(current, stderr(), quiet=quiet or json_, also=tracking.see)
+    with track_all([current], track) as tracking:
+        follow(current, stderr(), quiet=quiet or json_, also=tracking and tracking.see)
     record = current.record()
     if json_:
         print_json(record.to_json())
@@ -194,7 +194,7 @@ def run(
         for path in current.predictions:
             say(f"Predictions: {path}")
         say(f"Run directory: {current.folder}")
-        _say_tracked(tracking)
+        say_tracked(tracking)
         place = shlex.quote(str(current.folder))
         own = f", or ratp predict {place} IMAGES" if current.plan.spec.values == FOLDERS else ""
         say(f"Next: ratp report {place}{own}")
@@ -208,7 +208,7 @@ def _run_several(
     *,
     quiet: bool,
     json_: bool,
-    tracking: Tracking,
+    tracking: Tracking | None,
 ) -> None:
     """Executes runs side by side, compares them and says where they are; failures come last."""
     from ratp.cli.progress import follow_all
@@ -220,7 +220,7 @@ def _run_several(
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr(), brief=quiet)
-    results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on, also=tracking.see)
+    results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on, also=tracking and tracking.see)
     records, failed = _split(runs, results)
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
@@ -234,14 +234,9 @@ def _run_several(
         for path in (path for current in runs for path in current.predictions if path.exists()):
             say(f"Predictions: {path}")
         folders = [out] if out is not None and not failed else [record.path for record in records]
-        _say_tracked(tracking)
+        say_tracked(tracking)
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
     _fail(failed)
-
-
-def _say_tracked(tracking: Tracking) -> None:
-    for show in tracking.shows:
-        say(f"Tracked: {show}")
 
 
 def _print_rollbacks(records: Sequence[RunRecord]) -> None:

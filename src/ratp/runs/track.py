@@ -233,7 +233,7 @@ class Tracking:
     def __init__(self, runs: Sequence[Run], trackers: Sequence[str]) -> None:
         if problems := check_trackers(trackers):
             raise ConfigError(problems)
-        self._logs = {id(run): _Log(run, trackers) for run in runs if trackers}
+        self._logs = {id(run): _Log(run, trackers) for run in runs}
 
     def __enter__(self) -> Self:
         return self
@@ -249,8 +249,7 @@ class Tracking:
 
     def see(self, run: Run, event: Event) -> None:
         """Logs an event."""
-        if id(run) in self._logs:
-            self._logs[id(run)].see(event)
+        self._logs[id(run)].see(event)
 
 
 class _Log:
