@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ratp.data.domain import LabelledDomain as LabelledDomain
     from ratp.data.domain import UnlabelledDomain as UnlabelledDomain
     from ratp.deploy.deployment import Deployment as Deployment
+    from ratp.deploy.export import export as export
     from ratp.errors import ConfigError as ConfigError
     from ratp.errors import RatpError as RatpError
     from ratp.errors import RunDirectoryError as RunDirectoryError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ratp.runs.record import read_run as read_run
     from ratp.runs.request import RunRequest as RunRequest
     from ratp.runs.run import Run as Run
+    from ratp.runs.track import track as track
     from ratp.streams.own import own_stream as own_stream
     from ratp.streams.stream import DataOptions as DataOptions
     from ratp.streams.stream import Stream as Stream
@@ -95,6 +97,7 @@ _MODULES = {
     "accuracy": "evaluation.accuracy",
     "classify": "training.recipe",
     "fit": "api.fit",
+    "export": "deploy.export",
     "load": "runs.load",
     "loss_method": "api.loss",
     "own_stream": "streams.own",
@@ -103,6 +106,7 @@ _MODULES = {
     "register_backbone": "networks.backbones",
     "resolve": "runs.plan",
     "switch": "config",
+    "track": "runs.track",
     "unpack": "training.method",
 }
 __all__ = sorted([*_MODULES, "__version__"])

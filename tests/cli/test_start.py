@@ -41,6 +41,7 @@ def start(tmp_path, *words):
         (("run", "--help"), 0),
         (("report", "--help"), 0),
         (("predict", "--help"), 0),
+        (("export", "--help"), 0),
         (("study", "--help"), 0),
         (("study", "status", "--help"), 0),
         (("data", "--help"), 0),

@@ -62,6 +62,11 @@ LIBRARIES = {
     "click": {"cli"},
     "rich": {"cli", "reports"},
     "jinja2": {"reports"},
+    "onnx": {"deploy.onnx_file"},
+    "onnxruntime": {"deploy.onnx_file"},
+    "mlflow": {"runs.track"},
+    "wandb": {"runs.track"},
+    "trackio": {"runs.track"},
     "timm": set(),  # by name, in a function: see networks.backbones
 }
 MODULES_OF_A_RUN = 45

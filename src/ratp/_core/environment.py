@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -194,6 +195,13 @@ def _flat(environment: Mapping[str, Any]) -> dict[str, Any]:
     packages = environment.get("packages")
     rest = {name: value for name, value in environment.items() if name not in ("packages", *_IRRELEVANT)}
     return rest | (packages if isinstance(packages, dict) else {})
+
+
+def check_installed(modules: Sequence[str], what: str, command: str) -> None:
+    """Raises a ConfigError with the command that installs what is missing, without importing anything."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{what} needs {', '.join(missing)}, which is not installed: {command}")
 
 
 def package_version(name: str) -> str | None:

@@ -17,6 +17,7 @@ from ratp.cli import (
     demo,
     deploy,
     doctor,
+    export,
     lists,
     predict,
     reports,
@@ -40,6 +41,7 @@ app.command()(runs.run)
 app.command()(predict.predict)
 app.command()(deploy.deploy)
 app.command()(deploy.versions)
+app.command()(export.export)
 app.command()(reports.report)
 app.command()(verify.verify)
 app.add_typer(studies.app, name="study")

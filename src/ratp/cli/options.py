@@ -76,6 +76,13 @@ Features = Annotated[
     bool,
     typer.Option("--features", help="Keep embeddings of test images for the report to draw. Changes no result."),
 ]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[:DIR]",
+        help="Log to tensorboard, mlflow, wandb or trackio, in a local folder; repeatable. Changes no result.",
+    ),
+]
 Guard = Annotated[
     str,
     typer.Option(

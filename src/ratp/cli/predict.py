@@ -61,7 +61,7 @@ def predict(
         raise ConfigError(problems)
     if out is not None:
         check_out(out, "what --json prints" if json_ else "")
-        _refuse_to_lose(out, run, images if method is None else [*images, method])
+        refuse_to_lose(out, run, images if method is None else [*images, method])
     from ratp.runs.load import load
     from ratp.runs.predictions import as_csv
 
@@ -82,7 +82,7 @@ def predict(
         console.print_text(table)
 
 
-def _refuse_to_lose(out: Path, run: Path, given: Sequence[Path]) -> None:
+def refuse_to_lose(out: Path, run: Path, given: Sequence[Path]) -> None:
     """Raises RatpError if ``out`` is a file the command reads."""
     folder, name = os.path.split(os.path.realpath(out))
     if folder == os.path.realpath(run) and any(fnmatch(name.lower(), pattern) for pattern in _OF_A_RUN):

@@ -31,39 +31,65 @@ SECONDS_WITHIN_EPOCHS = 60.0
 LEAST_SHARE = 0.01  # of a run, to say from it how long the rest takes
 WIDEST_TEXT = 80
 WIDEST_LABEL = 26  # next to a bar
+OnEvent = Callable[[Run, Event], None]
 
 
-def follow(run: Run, console: Console, *, quiet: bool, weights: Sequence[float] | None = None) -> None:
+def follow(
+    run: Run,
+    console: Console,
+    *,
+    quiet: bool,
+    weights: Sequence[float] | None = None,
+    also: OnEvent | None = None,
+) -> None:
     """Executes a run and shows it. Ctrl-C and SIGTERM stop it where the same command continues.
 
-    ``weights`` says how long each stage is, relative to the others.
+    ``weights`` says how long each stage is, relative to the others; ``also`` gets every event too.
     """
     with interruptible(console) as stop, closing(run.events()) as events:
         if quiet:
-            for _ in events:
+            for event in events:
+                if also:
+                    also(run, event)
                 stop.check()
             return
         with _displays([run], console) as show:
             watcher = _Watcher(show(run, None), run, weights)
             for event in events:
                 watcher.see(event)
+                if also:
+                    also(run, event)
                 stop.check()
         if not watcher.any_event:
             _say_complete(run, console)
 
 
 def follow_all(
-    runs: Sequence[Run], console: Console, *, quiet: bool, at_once: int | None = None, on: Executor = run_all
+    runs: Sequence[Run],
+    console: Console,
+    *,
+    quiet: bool,
+    at_once: int | None = None,
+    on: Executor = run_all,
+    also: OnEvent | None = None,
 ) -> list[RunRecord | RatpError]:
     """Executes runs side by side and shows them, as :func:`follow` does; the result of a failed run is its error."""
     with interruptible(console) as stop:
         if quiet:
-            return on(runs, at_once=at_once, on_event=lambda run, event: stop.check())
+
+            def check(run: Run, event: Event) -> None:
+                if also:
+                    also(run, event)
+                stop.check()
+
+            return on(runs, at_once=at_once, on_event=check)
         with _displays(runs, console) as show:
             watchers = {id(run): _Watcher(show(run, label), run) for run, label in zip(runs, labels(runs), strict=True)}
 
             def see(run: Run, event: Event) -> None:
                 watchers[id(run)].see(event)
+                if also:
+                    also(run, event)
                 stop.check()
 
             results = on(runs, at_once=at_once, on_event=see)

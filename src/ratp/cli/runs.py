@@ -28,6 +28,7 @@ from ratp.cli.console import (
     stdout,
 )
 from ratp.cli.run_file import save
+from ratp.cli.track import problems_of, say_tracked, track_all
 from ratp.errors import ConfigError, RatpError
 from ratp.methods import METHODS, find_method
 from ratp.runs import DEFAULT_PRESET, QUICK, SAVE_EVERY
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ratp.runs.plan import RunPlan
     from ratp.runs.request import RunRequest
     from ratp.runs.run import Run
+    from ratp.runs.track import Tracking
     from ratp.studies.execute import Executor
 
 PRESETS = (DEFAULT_PRESET, QUICK, "paper", "momentum", "own-head")
@@ -132,6 +134,7 @@ def run(
     save_every: opt.SaveEvery = SAVE_EVERY,
     reuse_source: opt.ReuseSource = True,
     guard: opt.Guard = "auto",
+    track: opt.Track = None,
     device: opt.Device = "auto",
     precision: opt.Precision = "auto",
     jobs: opt.Jobs = "auto",
@@ -181,6 +184,7 @@ def run(
     from ratp.runs.run import Run
     from ratp.studies.execute import find_executor
 
+    problems += problems_of(track)
     first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
@@ -236,14 +240,18 @@ def run(
     if dry_run:
         return
     if len(plans) > 1:
-        _run_several(several, out, at_once, find_executor(devices=devices), quiet=quiet, json_=json_)
+        with track_all(several, track) as tracking:
+            executor = find_executor(devices=devices)
+            _run_several(several, out, at_once, executor, quiet=quiet, json_=json_, tracking=tracking)
         return
     if not json_:
         print_notes(current.stream, stderr(), brief=quiet)
     from ratp.cli.progress import follow
     from ratp.runs.plan import with_current_defaults
 
-    follow(current, stderr(), quiet=quiet or json_, weights=planned[0].weights if planned else None)
+    weights_of_stages = planned[0].weights if planned else None
+    with track_all([current], track) as tracking:
+        follow(current, stderr(), quiet=quiet or json_, weights=weights_of_stages, also=tracking and tracking.see)
     record = current.record()
     if json_:
         print_json(record.to_json())
@@ -256,6 +264,7 @@ def run(
         for path in current.predictions:
             say(f"Predictions: {path}")
         say(f"Run directory: {current.folder}")
+        say_tracked(tracking)
         place = shlex.quote(str(current.folder))
         own = f", or ratp predict {place} IMAGES" if current.plan.spec.values == FOLDERS else ""
         say(f"Next: ratp report {place}{own}")
@@ -271,7 +280,14 @@ def _inherited(request: RunRequest, after: Path, is_default: Callable[[str], boo
 
 
 def _run_several(
-    runs: Sequence[Run], out: Path | None, at_once: int | None, on: Executor, *, quiet: bool, json_: bool
+    runs: Sequence[Run],
+    out: Path | None,
+    at_once: int | None,
+    on: Executor,
+    *,
+    quiet: bool,
+    json_: bool,
+    tracking: Tracking | None,
 ) -> None:
     """Executes runs side by side, compares them and says where they are; failures come last."""
     from ratp.cli.progress import follow_all
@@ -283,7 +299,8 @@ def _run_several(
             if about not in said:
                 said.append(about)
                 print_notes(current.stream, stderr(), brief=quiet)
-    records, failed = split(runs, follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on))
+    results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=on, also=tracking and tracking.see)
+    records, failed = split(runs, results)
     if json_:
         errors = [{"folder": str(current.folder), "error": str(error)} for current, error in failed]
         print_json({"runs": [record.to_json() for record in records], "failed": errors})
@@ -296,6 +313,7 @@ def _run_several(
         for path in (path for current in runs for path in current.predictions if path.exists()):
             say(f"Predictions: {path}")
         folders = [out] if out is not None and not failed else [record.path for record in records]
+        say_tracked(tracking)
         say(f"Next: ratp report {shlex.join(map(str, folders))}")
     fail(failed)
 

@@ -94,14 +94,14 @@ class Store:
     """Reads and writes the directory of a deployment, as its only writer until :meth:`close`."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "deployment.json").is_file():
+        if not is_deployment(folder):
             raise RunDirectoryError(f"{folder} is not a deployment: create one with ratp deploy RUN {folder}")
         self.folder = folder
         self._held = ExitStack()
         self._held.enter_context(exclusive(folder))
         try:
             remove_leftovers(folder)
-            self.contents = self._read()
+            self.contents = read_contents(folder)
         except BaseException:
             self.close()
             raise
@@ -177,22 +177,10 @@ class Store:
             file.write(f"{line}\n")
 
     def _path(self, number: int) -> Path:
-        return self.folder / "versions" / f"{number}.safetensors"
+        return _version_file(self.folder, number)
 
     def _known(self, name: str) -> Path:
-        return self.folder / "known" / f"{safe_name(name)}.safetensors"
-
-    def _read(self) -> Contents:
-        path = self.folder / "deployment.json"
-        data = DEPLOYMENT.read(read_json(path), path)
-        try:
-            versions = tuple(Version(**{**item, "known": tuple(item["known"])}) for item in data["versions"])
-            contents = Contents(int(data["current"]), versions, tuple(data["classes"]), dict(data["settings"]))
-            if versions:
-                contents.version(contents.current)
-            return contents
-        except (KeyError, TypeError, ValueError, RatpError) as error:
-            raise RunDirectoryError(f"{path} is damaged: {error}. Restore it from a copy.") from error
+        return _known_file(self.folder, name)
 
     def _write(self, contents: Contents) -> None:
         data = {
@@ -203,6 +191,44 @@ class Store:
         }
         write_json(self.folder / "deployment.json", DEPLOYMENT.marked(data))
         self.contents = contents
+
+
+def is_deployment(folder: Path) -> bool:
+    """Whether a folder is a deployment."""
+    return (folder / "deployment.json").is_file()
+
+
+def read_contents(folder: Path) -> Contents:
+    """Reads what ``deployment.json`` holds; every file is replaced in one step, so readers need no lock."""
+    path = folder / "deployment.json"
+    data = DEPLOYMENT.read(read_json(path), path)
+    try:
+        versions = tuple(Version(**{**item, "known": tuple(item["known"])}) for item in data["versions"])
+        contents = Contents(int(data["current"]), versions, tuple(data["classes"]), dict(data["settings"]))
+        if versions:
+            contents.version(contents.current)
+        return contents
+    except (KeyError, TypeError, ValueError, RatpError) as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}. Restore it from a copy.") from error
+
+
+def read_current(folder: Path) -> tuple[Version, dict[str, Tensor], dict[str, Tensor]]:
+    """Reads the version that answers: about it, the state of its method, and images of the source with labels."""
+    contents = read_contents(folder)
+    version = contents.version(contents.current)
+    path = _version_file(folder, version.number)
+    state = unpack(read_tensors(path)[0]).get("state")
+    if state is None or not version.known:
+        raise RunDirectoryError(f"{path} is damaged. Roll back to another version.")
+    return version, state, read_tensors(_known_file(folder, version.known[0]))[0]
+
+
+def _version_file(folder: Path, number: int) -> Path:
+    return folder / "versions" / f"{number}.safetensors"
+
+
+def _known_file(folder: Path, name: str) -> Path:
+    return folder / "known" / f"{safe_name(name)}.safetensors"
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:

@@ -121,6 +121,10 @@ class CoDAG(NoisyLabelMethod):
         """Returns logits of uint8 images."""
         return classify(self.predictor, images, self.scaling)
 
+    def compute_logits(self, inputs: Tensor) -> Tensor:
+        """Computes logits of normalised images by the network that predicts."""
+        return self.predictor(inputs).logits
+
     def embed(self, images: Tensor) -> Tensor:
         """Returns embeddings of uint8 images."""
         return embed(self.predictor, images, self.scaling)

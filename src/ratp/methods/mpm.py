@@ -161,6 +161,10 @@ class MPM(NoisyLabelMethod):
             return fused[0]
         return self._predict_by_graphs(images)
 
+    def compute_logits(self, inputs: Tensor) -> Tensor | None:
+        """Computes logits of normalised images by all heads; None if it predicts by graphs."""
+        return self.fused(self._logs_of(inputs)) if self.config.bige == "off" or not len(self.memory) else None
+
     def predict_for_domain(self, images: Tensor, stage: int) -> Tensor:
         """Returns logits of uint8 images known to be from a stage's domain, from its own head."""
         check_images(images, self.network.image_size)

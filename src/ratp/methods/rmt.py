@@ -144,6 +144,11 @@ class RMT(BatchStatistics):
             return logits
         return (logits + self.predict_by(self.teacher, images)) / 2
 
+    def compute_logits(self, inputs: Tensor) -> Tensor:
+        """Computes logits of normalised images by the student, together with the teacher."""
+        logits = self.network(inputs).logits
+        return logits if self.teacher is None else (logits + self.teacher(inputs).logits) / 2
+
     def finish_source(self, domain: LabelledDomain) -> dict[str, float]:
         """Computes the prototypes, then takes exemplars."""
         device, classes = self.setting.device, len(self.setting.classes)

@@ -238,6 +238,14 @@ class Method(Stateful, ABC):
         del images, stage
         return None
 
+    def compute_logits(self, inputs: Tensor) -> Tensor | None:
+        """Computes logits of normalised images, each on its own; an exported model consists of this function.
+
+        Modules are in evaluation mode. None: the method predicts in another way, so it cannot be exported.
+        """
+        del inputs
+        return None
+
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Returns augmented versions of some uint8 images, for the report."""
         del images, generator

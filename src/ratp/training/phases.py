@@ -159,6 +159,10 @@ class NetworkMethod(Method):
         """Returns logits of uint8 images."""
         return classify(self.network, images, self.scaling)
 
+    def compute_logits(self, inputs: Tensor) -> Tensor | None:
+        """Computes logits of normalised images by the network."""
+        return self.network(inputs).logits
+
     def embed(self, images: Tensor) -> Tensor:
         """Returns embeddings of uint8 images, by running statistics."""
         return embed(self.network, images, self.scaling)
