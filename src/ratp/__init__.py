@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ratp.evaluation.matrix import Matrix as Matrix
     from ratp.functional.optim import SGDConfig as SGDConfig
     from ratp.functional.optim import StageSGD as StageSGD
+    from ratp.networks.adopted import adopt as adopt
     from ratp.networks.backbones import register_backbone as register_backbone
     from ratp.networks.network import Network as Network
     from ratp.runs.load import LoadedRun as LoadedRun
@@ -95,6 +96,7 @@ _MODULES = {
     "TrainingError": "errors",
     "UnlabelledDomain": "data.domain",
     "accuracy": "evaluation.accuracy",
+    "adopt": "networks.adopted",
     "classify": "training.recipe",
     "export": "deploy.export",
     "fit": "api.fit",

@@ -13,6 +13,7 @@ import typer
 
 from ratp import __version__
 from ratp.cli import (
+    adopt,
     data,
     demo,
     deploy,
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(runs.run)
 app.command()(predict.predict)
+app.command()(adopt.adopt)
 app.command()(deploy.deploy)
 app.command()(deploy.versions)
 app.command()(export.export)

@@ -110,6 +110,12 @@ def run(
             "trained on, with the method and all settings of that run.",
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A model that `ratp adopt` took over: the run starts with it instead of training on the source."
+        ),
+    ] = None,
     subset: Annotated[bool, typer.Option("--subset", help="Allow an order that leaves out domains.")] = False,
     source: Annotated[Path | None, typer.Option(help="For `folders`: folder or zip of the labelled source.")] = None,
     targets: Annotated[
@@ -206,6 +212,7 @@ def run(
                 weights=weights,
                 guard=guard,
                 online=online,
+                model=model,
                 backbone=own_backbone,
             )
             for method, order, seed in combinations

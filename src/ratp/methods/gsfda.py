@@ -265,6 +265,7 @@ class GSFDA(CopyingMethod):
         )
     }
     needs = "memory, many passes over a target, number of domains"
+    needs_bottleneck = True
     config: GSFDAConfig
 
     def __init__(self, setting: Setting, config: GSFDAConfig) -> None:

@@ -159,6 +159,7 @@ class L2D(PseudoLabelMethod):
         ("domainnet10", "official"): {"lr": 0.001},
         ("folders", "official"): {"lr": 0.001},
     }
+    needs_bottleneck = True
     config: L2DConfig
 
     def __init__(self, setting: Setting, config: L2DConfig) -> None:

@@ -22,6 +22,7 @@ from ratp.errors import ConfigError, RatpError, nearest, unknown
 from ratp.guard.watch import ACT, MODES, Mode
 from ratp.methods import METHODS, find_method
 from ratp.methods.custom import file_hash
+from ratp.networks.adopted import Adopted
 from ratp.networks.backbones import is_pretrained
 from ratp.networks.own import Given, OwnBackbone, plain_name, register_own
 from ratp.networks.weights import Weights, find_weights
@@ -35,7 +36,7 @@ from ratp.streams.label_shift import shift_labels
 from ratp.streams.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.training.method import Method, Setting
 from ratp.training.recipe import Recipe, follow_backbone, quick_values
-from ratp.training.source_cache import SourceModels
+from ratp.training.source_cache import AdoptedSource, SourceModels
 
 T = TypeVar("T")
 NO_WEIGHTS, PUBLISHED = "none", "imagenet"
@@ -62,6 +63,7 @@ class RunPlan:
         online: Whether to measure every target as it streams past before its stage; it changes no other result.
         request: The request it was resolved from, so that another process can resolve it again; None if it cannot.
         own_weights: Initial weights of a backbone that was given as a module.
+        adopted: A network trained elsewhere, with which the run starts instead of training on the source.
     """
 
     spec: StreamSpec
@@ -80,6 +82,7 @@ class RunPlan:
     online: bool = False
     request: RunRequest | None = field(default=None, repr=False, compare=False)
     own_weights: Weights | None = field(default=None, repr=False)
+    adopted: Adopted | None = field(default=None, repr=False)
 
     @cached_property
     def weights(self) -> Weights | None:
@@ -130,7 +133,18 @@ class RunPlan:
         domains = self.spec.load(self.order, self.recipe.size, self.data)
         if self.recipe.shifts_labels:
             domains = shift_labels(self.spec.name, domains, self.recipe)
-        return make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
+        stream = make_stream(self.spec.name, domains, self.seed, hold_out=self.recipe.hold_out)
+        if self.adopted and self.adopted.classes != stream.classes:
+            raise ConfigError(
+                f"the adopted model has the classes {', '.join(self.adopted.classes)}, and the stream "
+                f"{', '.join(stream.classes)}: both need the same, in the same order."
+            )
+        return stream
+
+    @cached_property
+    def adopted_source(self) -> AdoptedSource | None:
+        """What the source stage takes the adopted network from."""
+        return AdoptedSource(self.adopted.tensors) if self.adopted else None
 
     def build_method(self, stream: Stream, models: SourceModels | None = None) -> Method:
         """Builds the untrained method, which may reuse source networks of other runs."""
@@ -142,13 +156,13 @@ class RunPlan:
             self.device,
             self.weights,
             self.precision,
-            models,
+            self.adopted_source or models,
         )
         return self.method(setting, self.config)
 
     def source_models(self, stream: Stream) -> SourceModels | None:
         """Returns the cache of source networks; None for a custom method, whose code may differ."""
-        if not self.is_built_in:
+        if not self.is_built_in or self.adopted:
             return None
         about = {
             "seed": self.seed,
@@ -163,6 +177,7 @@ class RunPlan:
     def decisions(self) -> dict[str, Any]:
         """Everything that determines the result but for images and weights, as plain data."""
         acting = {"guard": ACT} if self.guard == ACT else {}
+        adopted = {"adopted": self.adopted.sha256} if self.adopted else {}
         return {
             "stream": self.spec.name,
             "order": list(self.order),
@@ -172,6 +187,7 @@ class RunPlan:
             "recipe": decisive(self.recipe),
             "switches": decisive(self.config),
             **acting,
+            **adopted,
         }
 
     def digest(self) -> str:
@@ -244,6 +260,8 @@ def resolve(
     spec = stream or attempt(lambda: _find_stream(request))
     own = attempt(lambda: _own_backbone(request, request.backbone if backbone is None else backbone))
     changes = {**request.changes, "network.backbone": own.name} if own else request.changes
+    adopted = attempt(lambda: _adopted(request)) if request.model is not None else None
+    changes = {**changes, **adopted.recipe_values} if adopted else changes
     is_plain = stream is None and method is None and backbone is None
     method = attempt(lambda: find_method(request.method) if method is None else _checked_loss(method))
     seed = attempt(lambda: _parse_seed(request.seed))
@@ -283,7 +301,7 @@ def resolve(
     if method and changed:
         attempt(lambda: method.check_recipe(changed[0]))
     named = (changed[0] if changed else sizes).network.backbone
-    weights = _weights_from(request.weights, named)
+    weights = NO_WEIGHTS if adopted else _weights_from(request.weights, named)
     if weights not in (NO_WEIGHTS, PUBLISHED):  # check a file now; a download can wait for the run
         attempt(lambda: find_weights(weights, named))
     if problems:
@@ -302,14 +320,28 @@ def resolve(
         preset=request.preset,
         changed={name: value for name, value in after.items() if value != before[name]},
         device=device,
-        data=request.data,
+        data=replace(request.data, classes=adopted.classes) if adopted else request.data,
         weights_from=weights,
         precision=precision,
         guard=guard,
         online=request.online,
         request=request if is_plain else None,
         own_weights=own.weights if own else None,
+        adopted=adopted,
     )
+
+
+def _adopted(request: RunRequest) -> Adopted:
+    """Reads an adopted model, and refuses what would change its network."""
+    found = Adopted.load(str(request.model))
+    fixed = [name for name in request.changes if name in found.recipe_values]
+    fixed += ["weights"] if request.weights not in ("auto", NO_WEIGHTS) else []
+    fixed += ["backbone"] if request.backbone is not None else []
+    if fixed:
+        raise ConfigError(
+            f"the adopted model has a network and preprocessing of its own: leave out {', '.join(fixed)}."
+        )
+    return found
 
 
 def _checked_loss(method: type[Method]) -> type[Method]:

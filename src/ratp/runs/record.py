@@ -67,7 +67,7 @@ CONTINUED = "continued"
 # The values of a recipe that thin targets by class; the source stays as it is.
 LABEL_SHIFT = ("label_shift", "label_shift_seed", "missing_classes")
 # The entries of a config that determine the result; the fingerprint is their hash.
-DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard", "after")
+DECIDED = ("stream", "order", "method", "method_file", "seed", "recipe", "switches", "guard", "adopted", "after")
 _FOUND = ("classes", "data", "weights")
 # Events that a result keeps.
 _KEPT = ("stage_finished", "probe", "continued")

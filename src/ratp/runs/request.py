@@ -43,6 +43,8 @@ class RunRequest:
             no list.
         online: Whether to stream every target past a copy of the model once, before the stage that trains on it, and
             to measure the accuracy meanwhile. It changes no other result.
+        model: A file that :func:`ratp.adopt` or ``ratp adopt`` wrote: the run starts with this network instead of
+            training on the source.
         backbone: A backbone of your own as ``FILE.py:NAME``, a program that is run only because you name it here; of
             the usual backbones, ``changes`` names one.
         earlier: The domains of the run that this one continues, if they come from there; ``targets`` are further ones.
@@ -64,6 +66,7 @@ class RunRequest:
     guard: str = "auto"
     unlabelled: Sequence[Path | str] = ()
     online: bool = False
+    model: Path | str | None = None
     backbone: str | None = None
     earlier: EarlierDomains | None = None
 
@@ -90,6 +93,7 @@ def check_types(request: RunRequest) -> None:
         "targets": (Sequence, "a list of paths, e.g. ['pictures/rain', 'pictures/night']"),
         "unlabelled": (Sequence, "a list of names or paths of targets, e.g. ['night']"),
         "online": (bool, "True or False"),
+        "model": (str | None, "the path of an adopted model, e.g. 'model.safetensors'"),
         "backbone": (str | None, "FILE.py:NAME, e.g. 'my_net.py:TinyNet'"),
         "data": (DataOptions, "DataOptions, e.g. DataOptions(on_bad='skip')"),
     }

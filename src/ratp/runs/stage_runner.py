@@ -15,7 +15,7 @@ import torch
 
 from ratp._core.environment import Randomness, single_precision
 from ratp._core.files import write_json
-from ratp.errors import Note, RatpError, RunDirectoryError, TrainingError, brief
+from ratp.errors import ConfigError, Note, RatpError, RunDirectoryError, TrainingError, brief
 from ratp.evaluation.online import Counts, Score
 from ratp.guard.watch import ACT, Watch
 from ratp.methods.rehearsal import chance_put_back, check_kept, give_generators
@@ -237,7 +237,13 @@ class StageRunner:
             give_generators(method, Randomness(self._plan.seed), device, number)
         if number == 0:
             source = self._stream.source
-            return method.source_phases(self._shared(source)), len(source)
+            phases = method.source_phases(self._shared(source))
+            if (adopted := self._plan.adopted_source) and not adopted.used:
+                raise ConfigError(
+                    f"{method.name} trains on the source in its own way, so it cannot start with an adopted model; "
+                    "ratp, shot, tent and others can."
+                )
+            return phases, len(source)
         target, answer = self._stream.targets[number - 1], self._stream.answers[number - 1]
         if self._session.uses_labels and answer is not None:
             return method.labelled_target_phases(self._shared(answer)), len(target)

@@ -267,7 +267,7 @@ def _spec(
         return {code: paths[code] for code in codes}
 
     def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        return load_domains(places(codes, options), size, options, unlabelled=unlabelled)
+        return load_domains(places(codes, options), size, options, classes=options.classes, unlabelled=unlabelled)
 
     return StreamSpec(
         name=name,

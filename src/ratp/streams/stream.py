@@ -41,12 +41,14 @@ class DataOptions:
         on_bad: What to do about unusable image files.
         extra_classes: What to do about classes of a target that the source lacks.
         progress: Called with a domain's name, the number of its decoded files and that of all its files.
+        classes: Class names in the order of the logits, for own images; None: the source's folders in their order.
     """
 
     folder: Path | None = None
     on_bad: OnBad = "stop"
     extra_classes: ExtraClasses = "stop"
     progress: Report | None = None
+    classes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from ratp._core.environment import Precision, Randomness
 from ratp._core.state import State, Stateful, load_modes, save_modes
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.errors import RatpError
+from ratp.errors import ConfigError, RatpError
 from ratp.networks.network import Network
 from ratp.networks.weights import Weights, load_backbone
 from ratp.training.phase import ContractError, NotYetError, Phase, called, check_phases, shown, train
 from ratp.training.recipe import Recipe, Scaling, TrainingInputs
-from ratp.training.source_cache import SourceModels
+from ratp.training.source_cache import AdoptedSource, SourceModels
 
 Statistics = Literal["running", "batch"]
 
@@ -48,7 +48,7 @@ class Setting:
         device: Where to compute.
         weights: Initial weights of the feature extractor; None: random.
         precision: Precision of the network.
-        models: Source networks of earlier runs; None: train without them.
+        models: Source networks of earlier runs, or one that was trained elsewhere; None: train without them.
     """
 
     recipe: Recipe
@@ -58,7 +58,7 @@ class Setting:
     device: torch.device
     weights: Weights | None = None
     precision: Precision = "fp32"
-    models: SourceModels | None = None
+    models: SourceModels | AdoptedSource | None = None
 
     def scaling(self) -> Scaling:
         """Returns the scaling of uint8 images into inputs of the network."""
@@ -131,6 +131,7 @@ class Method(Stateful, ABC):
         stream_values: Values for single streams, by stream and preset; they may change the stream's recipe.
         needs: What it requires, in a few words: source data, memory, passes over a domain.
         ignores_targets: Whether targets change nothing, so that it is not measured again. Not inherited.
+        needs_bottleneck: Whether it changes layers of the bottleneck, and so needs one.
         code_hash: sha256 of its code, if it is neither built in nor in a file of its own.
     """
 
@@ -145,6 +146,7 @@ class Method(Stateful, ABC):
     needs: ClassVar[str] = ""
     ignores_targets: ClassVar[bool] = False
     code_hash: ClassVar[str | None] = None
+    needs_bottleneck: ClassVar[bool] = False
 
     _knows_source = False
 
@@ -206,7 +208,8 @@ class Method(Stateful, ABC):
     @classmethod
     def check_recipe(cls, recipe: Recipe) -> None:
         """Raises a ConfigError if the method cannot work with a recipe, before anything is built."""
-        del recipe
+        if cls.needs_bottleneck and recipe.network.bottleneck == "none":
+            raise ConfigError(f"{cls.name} needs a bottleneck: set network.bottleneck to one or two.")
 
     @classmethod
     def evaluation_statistics(cls, config: Any) -> Statistics:

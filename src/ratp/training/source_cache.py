@@ -126,13 +126,37 @@ class SourceModels:
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
 
 
+class AdoptedSource:
+    """Stands in for the cache of source networks: every network that a run would train is the adopted one.
+
+    Attributes:
+        used: Whether a phase has taken it.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self.used = False
+
+    def find(self, key: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the adopted network."""
+        del key
+        self.used = True
+        return self._tensors
+
+    def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Does nothing: the network is not trained."""
+
+    def release(self) -> None:
+        """Does nothing: no other run waits."""
+
+
 class SharedTraining:
     """The training of a source network, which another run may have done already.
 
     ``models`` are networks of other runs (None: nothing is shared), ``key`` is what the result depends on besides.
     """
 
-    def __init__(self, models: SourceModels | None, key: Mapping[str, Any], network: nn.Module) -> None:
+    def __init__(self, models: SourceModels | AdoptedSource | None, key: Mapping[str, Any], network: nn.Module) -> None:
         self._models, self._key, self._network = models, key, network
         self._found = models.find(key) if models else None
 

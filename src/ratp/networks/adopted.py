@@ -1,7 +1,7 @@
 """Adopting a classifier that was trained elsewhere, with its head and its preprocessing, as a trained network.
 
-The result is one safetensors file. A run begins with it instead of training on the source: the phases that would train
-the source network find it done, and only fill the memory.
+The result is one safetensors file. A run that is given it does not train on the source: it starts with this network,
+and the source's images only fill the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ratp.networks.network import Network, NetworkConfig
 from ratp.networks.torch_checkpoint import read_pickle, state_dicts
 from ratp.networks.weight_matching import best_match, refuse_non_finite
 from ratp.networks.weights import PICKLED
-from ratp.training.recipe import Scaling, classify
 
 Channels = tuple[float, float, float]
 # The largest difference from the original's logits, relative to the largest of them.
@@ -61,7 +60,8 @@ class Adopted:
     @property
     def recipe_values(self) -> dict[str, Any]:
         """Returns the values that the recipe of a run needs, by dotted name."""
-        network = {f"network.{name}": value for name, value in vars(self.config).items()}
+        fixed = "backbone", "width", "dim", "bottleneck", "bias", "weight_norm"
+        network = {f"network.{name}": getattr(self.config, name) for name in fixed}
         return {**network, "size": self.size, "mean": self.mean, "std": self.std}
 
     def network(self) -> Network:
@@ -144,7 +144,9 @@ def adopt(
         network.classifier.weight.copy_(head.weight)
         if head.bias is not None and network.classifier.bias is not None:
             network.classifier.bias.copy_(head.bias)
-    found = classify(network.eval(), pictures, Scaling(*scaling, torch.device("cpu")))
+    network.config = config = override(config, {"dim": head.in_features})
+    with torch.no_grad():
+        found = network.eval()(_scaled(pictures, scaling)).logits
     difference = ((found - expected).abs().max() / expected.abs().max().clamp_min(1)).item()
     if not difference <= TOLERANCE:
         raise RatpError(
@@ -153,30 +155,6 @@ def adopt(
         )
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     return Adopted(config, names, side, *scaling, tensors, difference)
-
-
-class AdoptedSource:
-    """Stands in for the cache of source networks: every network that a run would train is the adopted one.
-
-    Attributes:
-        used: Whether a phase has taken it.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-        self.used = False
-
-    def find(self, key: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns the adopted network."""
-        del key
-        self.used = True
-        return self._tensors
-
-    def keep(self, key: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Does nothing: the network is not trained."""
-
-    def release(self) -> None:
-        """Does nothing: no other run waits."""
 
 
 @torch.no_grad()
@@ -191,7 +169,7 @@ def _answers(
     check_images(images, (side, side))
     was = model.training
     try:
-        logits = model.eval()(Scaling(*scaling, torch.device("cpu"))(images))
+        logits = model.eval()(_scaled(images, scaling))
     except Exception as error:  # each model fails in its own way
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ConfigError(f"the model cannot work on {side}×{side} images ({reason}). Give its size.") from error
@@ -202,6 +180,11 @@ def _answers(
     if not logits.isfinite().all():
         raise RatpError("the model's logits are NaN or infinite.")
     return logits, images
+
+
+def _scaled(images: Tensor, scaling: tuple[Channels, Channels]) -> Tensor:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in scaling)
+    return (images.float() / 255 - mean) / std
 
 
 def _read(path: Path, backbone: str, classes: int) -> nn.Module:

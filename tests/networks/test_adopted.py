@@ -9,8 +9,13 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from ratp.deploy.adopt import TOLERANCE, Adopted, adopt
+from helpers import CLASSES, ratp
+from own_images import image_files, write_files
 from ratp.errors import ConfigError, RatpError, RunDirectoryError
+from ratp.networks.adopted import TOLERANCE, Adopted, adopt
+from ratp.runs.load import load
+from ratp.runs.record import read_run
+from ratp.training.method import unpack
 from ratp.training.recipe import Scaling, classify
 
 NAMES = ["ant", "bee", "cat"]
@@ -79,9 +84,64 @@ def test_preprocessing_of_its_kind_unless_given(resnet):
     assert (other.size, other.mean, other.std) == (SIDE, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
 
 
-class Odd(nn.Module):
-    def forward(self, x):
-        return x.mean(dim=(2, 3))
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny classifier of the four classes, and images of two domains."""
+    place = tmp_path_factory.mktemp("adopted")
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=4)
+    save_file(model.state_dict(), place / "checkpoint.safetensors")
+    write_files(place / "day", image_files(count=12))
+    write_files(place / "rain", image_files(count=8, seed=1))
+    names = ",".join(CLASSES)  # in another order than the alphabet's
+    files = place / "checkpoint.safetensors", place / "model.safetensors"
+    done = ratp("adopt", *files, "--classes", names, "--backbone", "timm:test_resnet", "--size", "32")
+    assert done.code == 0, done.err
+    return place
+
+
+def words(place, *more):
+    few = ["--epochs", "1", "--steps", "2", "--batch", "8", "--device", "cpu", "--quiet"]
+    domains = ["--source", place / "day", "--targets", place / "rain"]
+    return ["run", "folders", "--model", place / "model.safetensors", *domains, *few, *more]
+
+
+class TestRuns:
+    def test_the_run_starts_with_its_answers(self, folders, tmp_path):
+        assert ratp(*words(folders, "-m", "source-only", "--out", tmp_path / "run")).code == 0
+        model = Adopted.load(folders / "model.safetensors")
+        images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
+        expected = classify(model.network(), images, Scaling(model.mean, model.std, torch.device("cpu")))
+        loaded = load(tmp_path / "run", device="cpu")
+        assert loaded.classes == CLASSES and torch.allclose(loaded.predict(images), expected)
+
+    @pytest.mark.usefixtures("_no_processes")
+    def test_several_methods_in_one_command(self, folders, tmp_path):
+        asked = ["-m", "tent", "-m", "shot", "-m", "ratp"]
+        assert ratp(*words(folders, *asked, "--out", tmp_path / "runs")).code == 0
+        first = [read_run(path).matrix.accuracy[0] for path in sorted((tmp_path / "runs").iterdir())]
+        assert len(first) == 3 and len(set(first)) == 1  # all start with the same network
+
+    def test_a_memory_of_the_source(self, folders, tmp_path):
+        assert ratp(*words(folders, "-m", "ratp", "--out", tmp_path / "run")).code == 0
+        assert len(unpack(load(tmp_path / "run", device="cpu").method.state())["memory"]["labels"]) > 0
+
+    @pytest.mark.parametrize(
+        ("method", "said"),
+        [("pden", "in its own way"), ("gsfda", "needs a bottleneck"), ("t3a", "without a bias")],
+    )
+    def test_methods_that_cannot_say_so(self, folders, tmp_path, method, said):
+        refused = ratp(*words(folders, "-m", method, "--out", tmp_path / "run"))
+        assert refused.code == 2 and said in refused.err
+
+    def test_what_belongs_to_the_model_cannot_be_changed(self, folders, tmp_path):
+        refused = ratp(*words(folders, "--size", "64", "--weights", "imagenet", "--out", tmp_path / "run"))
+        assert refused.code == 2 and "leave out size, weights" in refused.err
+
+    def test_other_classes(self, folders, tmp_path):
+        write_files(tmp_path / "day", image_files(["cat", "dog"], count=4))
+        refused = ratp(*words(folders)[:5], tmp_path / "day", *words(folders)[6:], "--out", tmp_path / "run")
+        assert refused.code == 2 and "cat" in refused.err
 
 
 class TestMistakes:
