@@ -8,12 +8,14 @@ import os
 import threading
 
 import pytest
+import timm
 import torch
 from deployments import deploy, feed, held_back, strange, trained
+from safetensors.torch import save_file
 
 import ratp
+from helpers import CLASSES, toy_domain
 from helpers import ratp as command
-from helpers import toy_domain
 from own_images import OPTIONS, image_files, write_files
 from ratp._core import files
 from ratp.deploy import deployment as module
@@ -223,3 +225,21 @@ class TestCommands:
 
     def test_no_deployment(self, tmp_path):
         assert "is not a deployment" in command("versions", tmp_path).err
+
+    def test_an_adopted_model(self, tmp_path):
+        torch.manual_seed(0)
+        original = timm.create_model("test_resnet", num_classes=4).eval()
+        save_file(original.state_dict(), tmp_path / "checkpoint.safetensors")
+        kind = ["--backbone", "timm:test_resnet", "--classes", ",".join(CLASSES), "--size", "32"]
+        assert command("adopt", tmp_path / "checkpoint.safetensors", tmp_path / "m.safetensors", *kind).code == 0
+        source = write_files(tmp_path / "day", image_files(count=12))
+        refused = command("deploy", tmp_path / "m.safetensors", tmp_path / "new")
+        assert refused.code == 2 and "--source" in refused.err
+        asked = ["--source", source, "--method", "tent", "--device", "cpu"]
+        assert command("deploy", tmp_path / "m.safetensors", tmp_path / "new", *asked).code == 0
+        with ratp.Deployment(tmp_path / "new", device="cpu") as model:
+            images = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
+            inputs = (images / 255 - 0.5) / 0.5  # as this kind is usually given them
+            with torch.no_grad():
+                assert torch.allclose(model.predict(images), original(inputs), atol=1e-4)
+            assert model.classes == CLASSES

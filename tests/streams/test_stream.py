@@ -198,10 +198,10 @@ class TestMaking:
         other = make_stream("toy", [domains[0], changed, domains[2]], seed=1)
         assert [n for n in other.fingerprints if other.fingerprints[n] != stream.fingerprints[n]] == ["mud"]
 
-    @pytest.mark.parametrize("count", [0, 1])
-    def test_it_needs_a_source_and_a_target(self, count):
-        with pytest.raises(ConfigError, match=f"got {count} domain"):
-            make_stream("toy", toy_domains()[:count], seed=1)
+    def test_it_needs_a_source_which_may_wait_for_its_first_target(self):
+        with pytest.raises(ConfigError, match="needs a source"):
+            make_stream("toy", [], seed=1)
+        assert make_stream("toy", toy_domains()[:1], seed=1).targets == ()
 
     def test_domains_must_fit_together(self):
         source, target, third = toy_domains()

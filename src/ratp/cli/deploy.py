@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ratp.cli.console import data_options, decoding, print_json, say, stderr, stdout
+from ratp.cli.console import data_options, decoding, print_json, print_note, say, stderr, stdout
 from ratp.cli.options import Data, Json, OnBadImage, Quiet
 from ratp.errors import ConfigError
 
 Deployed = Annotated[Path, typer.Argument(help="Directory of the deployment.", show_default=False)]
-MethodFile = Annotated[
-    Path | None, typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False)
-]
 
 
 def deploy(
-    run: Annotated[Path, typer.Argument(help="Directory of a trained run.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(help="Directory of a trained run, or a file of `ratp adopt`.", show_default=False)
+    ],
     folder: Annotated[Path, typer.Argument(help="New directory for the deployment.", show_default=False)],
     source: Annotated[
         Path | None,
@@ -41,7 +41,14 @@ def deploy(
     steps: Annotated[int | None, typer.Option(help="Steps per epoch; default: the run's.", show_default=False)] = None,
     data: Data = None,
     on_bad_image: OnBadImage = "stop",
-    method: MethodFile = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="For an adopted model: the method that adapts it. For a run of a custom method: its .py file, whose "
+            "code is executed.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
     quiet: Quiet = False,
     json_: Json = False,
@@ -51,19 +58,30 @@ def deploy(
     The deployment has a directory of its own, with every version of the model. Then: ratp watch, ratp serve.
     """
     from ratp.deploy.deployment import Deployment, Settings
-    from ratp.deploy.source import source_images
+    from ratp.deploy.source import run_of_adopted, source_images
     from ratp.runs.load import load
 
     changes = {name: value for name, value in {"epochs": epochs, "steps": steps}.items() if value is not None}
     settings = Settings(adapt, at_least, changes)  # type: ignore[arg-type]  # checked there
-    loaded = load(run, device=device, method=method)
-    with decoding(stderr(), quiet=quiet or json_) as progress:
+    with TemporaryDirectory() as place, decoding(stderr(), quiet=quiet or json_) as progress:
         options, problems = data_options(data, on_bad_image, "stop", progress)
+        if run.is_file() and (source is None or method is None):
+            problems.append("an adopted model needs --source, labelled images of its kind, and --method, e.g. tent.")
         if problems:
             raise ConfigError(problems)
+        if run.is_file() and source and method:
+            run_of_adopted(run, source, method, Path(place) / "run", options, device)
+            trained, file = Path(place) / "run", Path(method) if method.endswith(".py") else None
+        else:
+            trained, file = run, Path(method) if method else None
+        loaded = load(trained, device=device, method=file)
         images = source_images(loaded, source, options)
-    with Deployment.create(run, folder, images, settings=settings, device=device, method=method) as model:
-        alarms = model.false_alarms
+        with Deployment.create(trained, folder, images, settings=settings, device=device, method=file) as model:
+            alarms = model.false_alarms
+        if loaded.together:
+            name = loaded.config["method"]
+            text = f"{name} predicts from the statistics of all images given together: give it batches, never one image"
+            print_note(text, stderr())
     if json_:
         print_json({"deployment": str(folder), "version": 1, "images": len(images), "false_alarms": alarms})
     elif not quiet:

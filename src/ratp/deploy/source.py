@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratp._core.environment import Randomness
+from ratp.config import as_dict
 from ratp.data.domain import LabelledDomain
 from ratp.errors import ConfigError
+from ratp.methods import find_method
 from ratp.runs.load import LoadedRun
+from ratp.runs.plan import resolve
+from ratp.runs.request import RunRequest
+from ratp.runs.run import Run
 from ratp.streams import STREAMS, find_stream
 from ratp.streams.files import load_domains
+from ratp.streams.folders import domain_name, from_names
 from ratp.streams.stream import SOURCE_TEST_SHARE, DataOptions, stratified_mask
 
 
@@ -39,9 +45,26 @@ def source_images(loaded: LoadedRun, given: Path | None, options: DataOptions) -
 
 
 def _test_part(loaded: LoadedRun, name: str, source: LabelledDomain) -> LabelledDomain:
-    """Returns the part of the source that the run held back; all images if they are not those of the run."""
-    if loaded.config.get("data", {}).get(name) != source.fingerprint():
+    """Returns the part of the source that the run held back; all images if the run did not train on any of them."""
+    if loaded.config.get("adopted") or loaded.config.get("data", {}).get(name) != source.fingerprint():
         return source
     generator = Randomness(loaded.config["seed"]).generator("source split")
     held_out = source.held_out
     return source.subset(stratified_mask(source.labels, SOURCE_TEST_SHARE, generator) if held_out is None else held_out)
+
+
+def run_of_adopted(model: Path, source: Path, method: str, folder: Path, options: DataOptions, device: str) -> None:
+    """Writes the run of an adopted model that has seen no target yet.
+
+    Args:
+        model: The adopted model.
+        source: Labelled images of the kind it was trained on; methods with a memory take exemplars from them.
+        method: Name or file of the method that will adapt it.
+        folder: Directory of the run.
+        options: How to read images.
+        device: Where to compute.
+    """
+    # A deployed model answers single images, too, so its answers must not depend on the batch.
+    by_image = {"eval_bn": "running"} if "eval_bn" in as_dict(find_method(method).config_type()) else {}
+    request = RunRequest("folders", method, model=model, changes=by_image, data=options, device=device)
+    Run(resolve(request, stream=from_names({domain_name(source): source})), folder).execute()

@@ -256,9 +256,9 @@ def _test_files(item: LoadedDomain) -> tuple[str, ...]:
 
 
 def _checked(parts: Sequence[Domain]) -> LabelledDomain:
-    """Checks that the domains fit together and returns the source."""
-    if len(parts) < 2:
-        raise ConfigError(f"a stream needs a source and at least one target, got {len(parts)} domain(s).")
+    """Checks that the domains fit together and returns the source, which may wait for its first target."""
+    if not parts:
+        raise ConfigError("a stream needs a source, got no domain.")
     source, *targets = parts
     if not isinstance(source, LabelledDomain):
         raise ConfigError(f"the source {source.name!r} has no labels: put its images into one folder per class.")
