@@ -21,7 +21,7 @@ from torch import Tensor
 from ratp._core.environment import Randomness
 from ratp.config import override
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
-from ratp.deploy.drift import LEAST_IMAGES, Alarm, Level, Part, Pending, Reference, Window, nearest
+from ratp.deploy.drift import LEAST_IMAGES, WINDOW, Alarm, Level, Part, Pending, Reference, Window, nearest
 from ratp.deploy.model import Model
 from ratp.deploy.store import Store, Version
 from ratp.errors import ConfigError, RatpError, TrainingError, brief, unknown
@@ -138,6 +138,8 @@ class Deployment:
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
         self._done: Adaptation | BaseException | None = None
+        self._level: Level
+        self._recent: list[Tensor]
         try:
             self.settings = Settings(**self._store.contents.settings)
             self._use(self._store.contents.current)
@@ -228,6 +230,16 @@ class Deployment:
             return sum(map(len, self._recent))
 
     @property
+    def ready(self) -> bool:
+        """Whether the alarm is at ``drifted`` and enough images have arrived for a stage."""
+        return self.level == "drifted" and self.waiting >= self.settings.at_least
+
+    @property
+    def room(self) -> int:
+        """Number of images that the alarm's current window still needs."""
+        return WINDOW - len(self._pending)
+
+    @property
     def false_alarms(self) -> float:
         """Share of windows of source images that would raise the alarm, measured when it was calibrated."""
         return self._references[0].false_alarms
@@ -241,36 +253,44 @@ class Deployment:
         check_images(images, self.image_size)
         return self._model.logits(images)
 
-    def observe(self, images: Tensor, names: Sequence[str] | None = None) -> Observation:
+    def answer(self, images: Tensor) -> Observation:
+        """Predicts images like :meth:`observe`, but remembers nothing of them."""
+        check_images(images, self.image_size)
+        model = self._model
+        return self._observation(model, model.logits(images).softmax(dim=1))
+
+    def observe(self, images: Tensor, names: Sequence[str] | None = None, *, again: bool = False) -> Observation:
         """Predicts images as they arrive, watches for drift, and adapts if the settings say so.
 
         Args:
             images: uint8 tensor of shape (N, 3, height, width).
             names: Names of the images, for the alarm; None: their positions.
+            again: Whether an earlier process has observed them already: then the alarm counts them, but the journal
+                gets no second line, and no stage starts.
         """
         check_images(images, self.image_size)
         if names is not None and len(names) != len(images):
             raise RatpError(f"{len(names)} names are given for {len(images)} images.")
         model = self._model
         found = model.predictions(images)
-        confidence, labels = found.probabilities.max(dim=1)
         with self._mutex:
-            if model is self._model:  # otherwise a new version answers by now
-                windows, causes = self._watch(images, found, names or [str(k) for k in range(len(images))])
-                enough = self.waiting >= self.settings.at_least
-                if self.settings.adapt == "auto" and self.level == "drifted" and enough and not self.adapting:
-                    self.adapt(background=True)
-            else:
-                windows, causes = [], []
-            return Observation(
-                tuple(self.classes[k] for k in labels.tolist()),
-                tuple(confidence.tolist()),
-                model.version,
-                self.level,
-                tuple(windows),
-                tuple(causes),
-                self.adapting,
-            )
+            if model is not self._model:  # a new version answers by now
+                return self._observation(model, found.probabilities)
+            named = names or [str(k) for k in range(len(images))]
+            windows, causes = self._watch(images, found, named, note=not again)
+            if self.settings.adapt == "auto" and self.ready and not self.adapting and not again:
+                self.adapt(background=True)
+            return self._observation(model, found.probabilities, windows, causes)
+
+    def alarm_state(self) -> dict[str, Any]:
+        """Returns what the alarm remembers of complete windows, apart from images, as plain data."""
+        return {**self._alarm.to_json(), "shown": self.level}
+
+    def restore_alarm(self, state: Mapping[str, Any], recent: Tensor) -> None:
+        """Restores what :meth:`alarm_state` returned, with the recent images that a stage would train on."""
+        with self._mutex:
+            self._alarm, self._pending, self._level = Alarm.load(state), Pending(), state["shown"]
+            self._recent = [recent[k : k + WINDOW] for k in range(0, len(recent), WINDOW)]
 
     def adapt(
         self, images: Tensor | None = None, *, name: str | None = None, background: bool = False
@@ -342,10 +362,25 @@ class Deployment:
         self._loaded, self._references = loaded, references
         self._model = Model(loaded.method, number)
         self._alarm, self._pending = Alarm(), Pending()
-        self._level: Level = "fine"
-        self._recent: list[Tensor] = []
+        self._level, self._recent = "fine", []
 
-    def _watch(self, images: Tensor, found: Predictions, names: Sequence[str]) -> tuple[list[Window], list[str]]:
+    def _observation(
+        self, model: Model, probabilities: Tensor, windows: Sequence[Window] = (), causes: Sequence[str] = ()
+    ) -> Observation:
+        confidence, labels = probabilities.max(dim=1)
+        return Observation(
+            tuple(self.classes[k] for k in labels.tolist()),
+            tuple(confidence.tolist()),
+            model.version,
+            self.level,
+            tuple(windows),
+            tuple(causes),
+            self.adapting,
+        )
+
+    def _watch(
+        self, images: Tensor, found: Predictions, names: Sequence[str], *, note: bool
+    ) -> tuple[list[Window], list[str]]:
         """Passes images to the alarm; returns the windows that are complete, and what caused an alarm."""
         windows, causes = list[Window](), list[str]()
         for part in self._pending.add(images, found, names):
@@ -362,8 +397,9 @@ class Deployment:
             else:
                 self._recent = _last([*self._recent, part.images], RECENT_IMAGES)
                 causes += odd
-            about = {name: value for name, value in asdict(seen).items() if name != "causes"}
-            self._store.note("window", version=self.version, **about, causes=odd if level != "fine" else [])
+            if note:
+                about = {name: value for name, value in asdict(seen).items() if name != "causes"}
+                self._store.note("window", version=self.version, **about, causes=odd if level != "fine" else [])
         return windows, causes
 
     def _is_foreign(self, part: Part) -> bool:
@@ -381,6 +417,8 @@ class Deployment:
             self._done = self._stage(domain)
         except BaseException as error:  # for wait(), in another thread
             self._done = error
+            with self._mutex:
+                self._recent, self._level = [], "watch"  # or the next images would start the same stage again
             with suppress(RatpError):
                 self._store.note("failed", domain=domain.name, why=brief(error))
 

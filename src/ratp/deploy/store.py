@@ -98,7 +98,7 @@ class Store:
             raise RunDirectoryError(f"{folder} is not a deployment: create one with ratp deploy RUN {folder}")
         self.folder = folder
         self._held = ExitStack()
-        self._held.enter_context(exclusive(folder))
+        self._held.enter_context(exclusive(folder, "Only one process at a time can use a deployment: end it first."))
         try:
             remove_leftovers(folder)
             self.contents = self._read()
