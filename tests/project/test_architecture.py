@@ -59,7 +59,10 @@ LIBRARIES = {
     "typer": {"cli"},
     "click": {"cli"},
     "rich": {"cli", "reports"},
-    "jinja2": {"reports"},
+    "jinja2": {"reports", "deploy.page"},
+    "fastapi": {"deploy.serve"},
+    "starlette": {"deploy.serve"},
+    "uvicorn": {"deploy.serve"},
     "timm": set(),  # by name, in a function: see networks.backbones
 }
 MODULES_OF_A_RUN = 45

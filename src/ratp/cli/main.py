@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ratp import __version__
-from ratp.cli import data, deploy, doctor, lists, predict, reports, runs, studies, verify, watch, weights
+from ratp.cli import data, deploy, doctor, lists, predict, reports, runs, serve, studies, verify, watch, weights
 from ratp.cli.console import print_error, spread_targets
 from ratp.errors import ConfigError, RatpError, print_plainly
 
@@ -27,6 +27,7 @@ app.command()(runs.run)
 app.command()(predict.predict)
 app.command()(deploy.deploy)
 app.command()(watch.watch)
+app.command()(serve.serve)
 app.command()(deploy.versions)
 app.command()(reports.report)
 app.command()(verify.verify)

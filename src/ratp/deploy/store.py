@@ -15,6 +15,7 @@ that is killed leaves at most a file that nothing refers to.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -205,14 +206,17 @@ class Store:
         self.contents = contents
 
 
-def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a deployment's journal; a half-written last one is left out."""
+def read_journal(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Returns the lines of a deployment's journal, or only the last ones; a half-written last one is left out."""
     try:
-        lines = (folder / "journal.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        with (folder / "journal.jsonl").open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(0 if last_bytes is None else max(0, length - last_bytes))
+            text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
     found = []
-    for line in lines:
+    for line in text.split("\n"):
         try:
             event = json.loads(line)
         except ValueError:

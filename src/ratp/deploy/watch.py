@@ -99,6 +99,7 @@ class FolderWatch:
         self, model: Deployment, source: Source, answers: Answers, *, latency: float = 2.0, patience: float = 10.0
     ) -> None:
         self._model, self._source, self._answers, self._latency = model, source, answers, latency
+        self._is_gone = False
         self._adapts = model.settings.adapt == "auto"
         if self._adapts:
             model.settings = replace(model.settings, adapt="never")  # stages start here, between two windows
@@ -127,8 +128,10 @@ class FolderWatch:
         except GoneError as error:
             if not self._source.open:
                 raise
-            return f"{error} Waiting for it to return."
-        return self._source.note
+            was_gone, self._is_gone = self._is_gone, True
+            return "" if was_gone else f"{error} Waiting for it to return."
+        was_gone, self._is_gone = self._is_gone, False
+        return "It has returned." if was_gone else self._source.note
 
     def _answer(self) -> Answered:
         """Predicts images up to the end of the window, so that a stage can begin right after it."""
