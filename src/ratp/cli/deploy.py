@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,15 +84,12 @@ def versions(
     json_: Json = False,
 ) -> None:
     """List the versions of a deployed model, or let an earlier one answer again."""
-    from ratp.deploy.store import Store
+    from ratp.deploy.store import Store, read_contents
 
-    store = Store(folder)
-    try:
-        if rollback is not None:
+    if rollback is not None:
+        with closing(Store(folder)) as store:
             store.choose(rollback, "requested")
-        contents = store.contents
-    finally:
-        store.close()
+    contents = read_contents(folder)
     if json_:
         print_json({"current": contents.current, "versions": [asdict(version) for version in contents.versions]})
         return

@@ -53,7 +53,7 @@ def serve(
     limits = Limits(max_bytes, max_pixels, rate, timeout)
     console = stderr()
     with (
-        interruptible(console, between_steps=False),
+        interruptible(console, between_steps=False, advice="The server has stopped."),
         Deployment(deployment, device=device, method=method) as model,
     ):
         if adapt is not None:

@@ -47,7 +47,12 @@ def html_page(model: Deployment, counts: Counts, problem: str) -> str:
     """Renders the state, the indicators of the last windows, the versions and what happened."""
     events = read_journal(model.folder, last_bytes=BYTES)
     windows = [event for event in events if event["event"] == "window"][-WINDOWS:]
-    told = [(event.get("time", ""), text) for event in events if (text := _told(event))]
+    told, level = [], "fine"
+    for event in events:
+        is_new = event["event"] != "window" or event.get("level") != level
+        level = event.get("level", level)
+        if is_new and (text := _told(event)):
+            told.append((_moment(event.get("time")), printable(text)))
     return _template().render(
         name=printable(model.folder.resolve().name),
         model=model,
@@ -56,8 +61,8 @@ def html_page(model: Deployment, counts: Counts, problem: str) -> str:
         charts=[_chart(name, windows) for name in _INDICATORS] if windows else [],
         windows=len(windows),
         causes=list(map(printable, windows[-1].get("causes", ()))) if windows else (),
-        versions=reversed(model.history()),
-        told=[(time, printable(text)) for time, text in reversed(told[-EVENTS:])],
+        versions=[(version, _moment(version.made)) for version in reversed(model.history())],
+        told=told[: -EVENTS - 1 : -1],
     )
 
 
@@ -66,6 +71,11 @@ def _template() -> jinja2.Template:
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
         "page.html"
     )
+
+
+def _moment(time: object) -> str:
+    """Formats a time of the journal for people."""
+    return str(time)[:19].replace("T", " ")
 
 
 def _chart(name: str, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,8 +111,8 @@ def _told(event: Mapping[str, Any]) -> str:
             return f"stage on {domain} refused: {'; '.join(map(str, event.get('reasons', ())))}"
         case "failed":
             return f"stage on {domain} failed: {event.get('why')}"
-        case "window" if event.get("level") not in ("fine", None):
-            return f"alarm at {event['level']}, score {float(event.get('score', 0)):.1f}"
+        case "window":
+            return f"alarm: {event.get('level')}, score {float(event.get('score', 0)):.1f}"
     return ""
 
 

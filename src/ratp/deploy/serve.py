@@ -201,21 +201,26 @@ def serve(
         ) from error
     with listener:
         number = listener.getsockname()[1]
-        config = uvicorn.Config(
-            app,
-            http=_PunctualProtocol,
-            loop="asyncio",
-            ws="none",
-            lifespan="on",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # else a client could choose the address that --rate counts
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=10,
-        )
         ready(f"http://[{host}]:{number}" if family == socket.AF_INET6 else f"http://{host}:{number}")
-        uvicorn.Server(config).run(sockets=[listener])
+        server_for(app).run(sockets=[listener])
+
+
+def server_for(app: FastAPI) -> uvicorn.Server:
+    """Creates the server of an application."""
+    config = uvicorn.Config(
+        app,
+        http=_PunctualProtocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # else a client could choose the address that --rate counts
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=10,
+    )
+    return uvicorn.Server(config)
 
 
 async def _body(request: Request, limits: Limits) -> bytes:

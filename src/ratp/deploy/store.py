@@ -95,14 +95,13 @@ class Store:
     """Reads and writes the directory of a deployment, as its only writer until :meth:`close`."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "deployment.json").is_file():
-            raise RunDirectoryError(f"{folder} is not a deployment: create one with ratp deploy RUN {folder}")
+        read_contents(folder)
         self.folder = folder
         self._held = ExitStack()
         self._held.enter_context(exclusive(folder, "Only one process at a time can use a deployment: end it first."))
         try:
             remove_leftovers(folder)
-            self.contents = self._read()
+            self.contents = read_contents(folder)
         except BaseException:
             self.close()
             raise
@@ -183,18 +182,6 @@ class Store:
     def _known(self, name: str) -> Path:
         return self.folder / "known" / f"{safe_name(name)}.safetensors"
 
-    def _read(self) -> Contents:
-        path = self.folder / "deployment.json"
-        data = DEPLOYMENT.read(read_json(path), path)
-        try:
-            versions = tuple(Version(**{**item, "known": tuple(item["known"])}) for item in data["versions"])
-            contents = Contents(int(data["current"]), versions, tuple(data["classes"]), dict(data["settings"]))
-            if versions:
-                contents.version(contents.current)
-            return contents
-        except (KeyError, TypeError, ValueError, RatpError) as error:
-            raise RunDirectoryError(f"{path} is damaged: {error}. Restore it from a copy.") from error
-
     def _write(self, contents: Contents) -> None:
         data = {
             "current": contents.current,
@@ -204,6 +191,22 @@ class Store:
         }
         write_json(self.folder / "deployment.json", DEPLOYMENT.marked(data))
         self.contents = contents
+
+
+def read_contents(folder: Path) -> Contents:
+    """Reads what ``deployment.json`` of a deployment holds, also while another process uses it."""
+    path = folder / "deployment.json"
+    if not path.is_file():
+        raise RunDirectoryError(f"{folder} is not a deployment: create one with ratp deploy RUN {folder}")
+    data = DEPLOYMENT.read(read_json(path), path)
+    try:
+        versions = tuple(Version(**{**item, "known": tuple(item["known"])}) for item in data["versions"])
+        contents = Contents(int(data["current"]), versions, tuple(data["classes"]), dict(data["settings"]))
+        if versions:
+            contents.version(contents.current)
+        return contents
+    except (KeyError, TypeError, ValueError, RatpError) as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}. Restore it from a copy.") from error
 
 
 def read_journal(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:

@@ -115,7 +115,8 @@ class FolderWatch:
                 yield Waiting(self._look())
                 pause = max(SECONDS_BETWEEN_LOOKS, (time.monotonic() - started) / _SHARE_OF_LOOKS)
                 while self._intake.is_due(self._model.room, self._latency):
-                    yield self._answer()
+                    if (answered := self._answer()) is not None:
+                        yield answered
                     yield from self._adapt()
                 if not self._intake.finished:
                     time.sleep(max(0.0, started + pause - time.monotonic()))
@@ -133,9 +134,11 @@ class FolderWatch:
         was_gone, self._is_gone = self._is_gone, False
         return "It has returned." if was_gone else self._source.note
 
-    def _answer(self) -> Answered:
+    def _answer(self) -> Answered | None:
         """Predicts images up to the end of the window, so that a stage can begin right after it."""
         files, broken = self._intake.take(self._model.room)
+        if not (files or broken):
+            return None
         seen = self._model.observe(_stacked(files), [file.path for file, _ in files]) if files else None
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         records = [] if seen is None else [_record(file, seen, k, now) for k, (file, _) in enumerate(files)]
