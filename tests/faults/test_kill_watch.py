@@ -59,7 +59,6 @@ def assert_same(model, other):
     assert same_tensors(*states)
 
 
-@pytest.mark.faults(1, "a watch that is killed while it writes answers no image twice and ends with the same weights")
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_points(warm, deployed, inbox, straight, kills, tmp_path):
     undisturbed, points = straight
@@ -73,7 +72,6 @@ def test_killed_at_points(warm, deployed, inbox, straight, kills, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.faults(1, "a watch that is killed at any point of its writing ends with the same weights")
 def test_killed_at_each_point(warm, deployed, inbox, straight, tmp_path):
     undisturbed, points = straight
     for at in range(2, points, 5):
@@ -85,7 +83,6 @@ def test_killed_at_each_point(warm, deployed, inbox, straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.faults(1, "a watch that is killed at twenty random moments answers no image twice")
 def test_killed_at_moments(warm, deployed, inbox, straight, tmp_path):
     chance, kills, ends = random.Random(3), 0, 0
     model = copy_of(deployed, tmp_path / "0")
@@ -104,7 +101,6 @@ def test_killed_at_moments(warm, deployed, inbox, straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.faults(4, "if the disk is full, a watch stops, and with space it goes on")
 def test_full_disk(warm, deployed, inbox, straight, tmp_path):
     model = copy_of(deployed, tmp_path / "model")
     for at in (6, 9, 12):
