@@ -1,16 +1,22 @@
-"""A killed ``ratp watch`` continues: no image is lost or answered twice, and the weights are the same."""
+"""A killed ``ratp watch`` loses no image and answers none twice; a killed ``ratp serve`` keeps the last version."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 from helpers import journal_of, same_tensors
+from own_images import encode
 from ratp._core.files import read_tensors
+from ratp.deploy.deployment import Deployment
 from tiny_deployment import DARK, KNOWN, NEGATIVE, copy_of, make_deployment, put
 
 KILLED = -signal.SIGKILL
@@ -121,3 +127,37 @@ def test_signal_ends_it_cleanly(warm, deployed, inbox, number, tmp_path):
     ended = process.wait()
     assert ended.code == 128 + number
     assert "The same command continues" in ended.err and "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+def test_killed_server_comes_back_as_an_accepted_version(warm, deployed, tmp_path):
+    straight = copy_of(deployed, tmp_path / "straight")
+    with Deployment(straight, device="cpu") as model:
+        expected = {1: model.predict(KNOWN[:32])}
+        model.observe(DARK[:128])
+        assert model.adapt().accepted
+        expected[2] = model.predict(KNOWN[:32])
+    chance, seen = random.Random(5), set()
+    for number in range(20):
+        folder = copy_of(deployed, tmp_path / str(number))
+        process = warm.start("serve", folder, "--port", 0, "--device", "cpu", env={"RATP_TOKEN": "secret"})
+        place, said = Path(process.place["err"]), ""
+        while "/predict" not in said:
+            time.sleep(0.02)
+            said = place.read_text() if place.exists() else ""
+        port = int(said.partition("http://127.0.0.1:")[2].partition(";")[0])
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        files = [encode(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in DARK[:128]]
+        for file in files:
+            client.request("POST", "/observe", file, {"Content-Type": "image/png"})
+            assert client.getresponse().read()
+        client.request("POST", "/adapt", headers={"Authorization": "Bearer secret"})
+        assert client.getresponse().status == 202
+        client.close()
+        time.sleep(chance.uniform(0.0, 1.0))
+        process.kill(signal.SIGKILL)
+        assert process.wait().code == KILLED
+        with Deployment(folder, device="cpu") as model:
+            seen.add(model.version)
+            assert torch.equal(model.predict(KNOWN[:32]), expected[model.version])
+    assert seen == {1, 2}
