@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ratp.deploy.deployment import Deployment
     from ratp.deploy.watch import Answered, Event, StageEnded
 
-SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES, SECONDS_OF_RATE = 10.0, 10.0
 STYLES = {"fine": "green", "watch": "yellow", "drifted": "bold red", "foreign": "bold red"}
 
 
@@ -131,7 +132,8 @@ class _Display:
     def __init__(self, model: Deployment, console: Console, live: Live | None = None, *, quiet: bool = False) -> None:
         self._model, self._console, self._live, self._quiet = model, console, live, quiet
         self._level, self._advised, self._stage = model.level, False, ""
-        self._started = self._shown_at = time.monotonic()
+        self._shown_at = time.monotonic()
+        self._counts = deque([(self._shown_at, 0)])  # of answered images, for the rate
         self._shown = self.answered = self.broken = 0
 
     def see(self, event: Event) -> None:
@@ -156,6 +158,7 @@ class _Display:
         self._refresh()
 
     def _count(self, event: Answered) -> None:
+        self._counts.append((time.monotonic(), self.answered))
         self.answered += event.count
         self.broken += len(event.broken)
         for name, reason in event.broken:
@@ -184,7 +187,11 @@ class _Display:
             self._say(f"refused: {'; '.join(result.reasons)}. Version {result.version} goes on", "yellow")
 
     def _status(self) -> str:
-        rate = self.answered / max(time.monotonic() - self._started, 1e-9)
+        now = time.monotonic()
+        while len(self._counts) > 1 and now - self._counts[0][0] > SECONDS_OF_RATE:
+            self._counts.popleft()
+        since, before = self._counts[0]
+        rate = (self.answered - before) / max(now - since, 1.0)
         broken = f"  broken {self.broken:,}" if self.broken else ""
         return (
             f"version {self._model.version}  alarm {self._model.level}  images {self.answered:,}{broken}  {rate:.1f}/s"

@@ -60,7 +60,7 @@ def html_page(model: Deployment, counts: Counts, problem: str) -> str:
         problem=printable(problem),
         charts=[_chart(name, windows) for name in _INDICATORS] if windows else [],
         windows=len(windows),
-        causes=list(map(printable, windows[-1].get("causes", ()))) if windows else (),
+        causes=list(map(printable, windows[-1].get("causes", ()))) if windows and model.level != "fine" else (),
         versions=[(version, _moment(version.made)) for version in reversed(model.history())],
         told=told[: -EVENTS - 1 : -1],
     )
