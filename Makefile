@@ -10,7 +10,7 @@ help:
 	@echo "make test     the quick tests (under 6 minutes on two cores)"
 	@echo "make test-all the quick tests, then the slow ones: every method, faults, kills, processes, Ray"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
-	@echo "make bench    time and memory of the demo, start times; the plain reference against the fast path"
+	@echo "make bench    time and memory of the demo, start times; the plain reference against the fast path; HTTP"
 	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, and the tables from it"
 	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md; runs the tests of faults"
 	@echo "make clean    remove the virtual environment, runs and caches"
@@ -46,6 +46,7 @@ bench: export GOMP_SPINCOUNT ?= 1000
 bench: $(READY)
 	$(BIN)/python benchmarks/demo.py
 	$(BIN)/python benchmarks/reference_vs_fast.py
+	$(BIN)/python benchmarks/serve.py
 
 results: $(READY)
 	$(BIN)/ratp run demo -m all --seed 2022 --seed 2023 --seed 2024 --no-reuse-source --out runs/methods

@@ -10,7 +10,7 @@ from torch import Tensor
 from helpers import toy_domain, toy_plan
 from ratp import Deployment, Run
 from ratp.data.domain import LabelledDomain
-from ratp.deploy.deployment import Settings
+from ratp.deploy.settings import Settings
 
 SIZES = {"epochs": 3, "steps": 60, "batch": 32, "lr": 0.05, "network.width": 0.2}
 

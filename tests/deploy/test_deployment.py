@@ -91,7 +91,7 @@ class TestAdapting:
         before = answers(model)
         mud = toy_domain("mud", 200).images
         found = model.adapt(mud, name="mud")
-        assert found == module.Adaptation(True, 2, 200)
+        assert found == module.Adaptation(True, 2, 160)
         assert model.version == 2 and not torch.equal(answers(model), before)
         assert model.history()[-1].known == ("ink", "mud")
         assert model.history()[-1].verdict["reasons"] == []

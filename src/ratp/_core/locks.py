@@ -136,7 +136,7 @@ def check_claim(path: Path) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path, advice: str = "Wait for it to end, or choose another folder with --out.") -> Iterator[None]:
     """Holds ``folder`` for this process while the block runs; its lock file names the process.
 
     Raises:
@@ -149,7 +149,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         lock = _hold_soon(path)
     except BlockingIOError as error:
         process, details = _holder(path)
-        message = f"{folder} is in use by {process}{details}. Wait for it to end, or choose another folder with --out."
+        message = f"{folder} is in use by {process}{details}. {advice}"
         raise InUseError(message, process) from error
     except OSError as error:
         raise RunDirectoryError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +58,8 @@ def deploy(
 
     The deployment has a directory of its own, with every version of the model. Then: ratp watch, ratp serve.
     """
-    from ratp.deploy.deployment import Deployment, Settings
+    from ratp.deploy.deployment import Deployment
+    from ratp.deploy.settings import Settings
     from ratp.deploy.source import run_of_adopted, source_images
     from ratp.runs.load import load
 
@@ -101,15 +103,12 @@ def versions(
     json_: Json = False,
 ) -> None:
     """List the versions of a deployed model, or let an earlier one answer again."""
-    from ratp.deploy.store import Store
+    from ratp.deploy.store import Store, read_contents
 
-    store = Store(folder)
-    try:
-        if rollback is not None:
+    if rollback is not None:
+        with closing(Store(folder)) as store:
             store.choose(rollback, "requested")
-        contents = store.contents
-    finally:
-        store.close()
+    contents = read_contents(folder)
     if json_:
         print_json({"current": contents.current, "versions": [asdict(version) for version in contents.versions]})
         return

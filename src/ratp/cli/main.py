@@ -24,9 +24,11 @@ from ratp.cli import (
     reports,
     run_file,
     runs,
+    serve,
     studies,
     switches,
     verify,
+    watch,
     weights,
 )
 from ratp.cli.console import print_error, spread_targets
@@ -42,6 +44,8 @@ app.command()(runs.run)
 app.command()(predict.predict)
 app.command()(adopt.adopt)
 app.command()(deploy.deploy)
+app.command()(watch.watch)
+app.command()(serve.serve)
 app.command()(deploy.versions)
 app.command()(export.export)
 app.command()(reports.report)

@@ -130,7 +130,9 @@ class Stop:
 
 
 @contextmanager
-def interruptible(console: Console, *, between_steps: bool = True) -> Iterator[Stop]:
+def interruptible(
+    console: Console, *, between_steps: bool = True, advice: str = "The same command continues from there."
+) -> Iterator[Stop]:
     """Within the block, Ctrl-C and SIGTERM end the program between two steps, and a second one at once.
 
     If nothing calls :meth:`Stop.check` (``between_steps=False``), both end it at once.
@@ -142,7 +144,7 @@ def interruptible(console: Console, *, between_steps: bool = True) -> Iterator[S
     try:
         yield stop
     except KeyboardInterrupt:
-        console.print("\n[yellow]Interrupted.[/] The same command continues from there.", soft_wrap=True)
+        console.print(f"\n[yellow]Interrupted.[/] {advice}", soft_wrap=True)
         sys.exit(128 + (stop.signal or signal.SIGINT))
     finally:
         for number, handler in before.items():

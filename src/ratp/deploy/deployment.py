@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,56 +21,21 @@ from torch import Tensor
 from ratp._core.environment import Randomness
 from ratp.config import override
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
-from ratp.deploy.drift import LEAST_IMAGES, Alarm, Level, Pending, Reference, Window, nearest
+from ratp.deploy.drift import LEAST_IMAGES, Level, Reference, Window
 from ratp.deploy.model import Model
+from ratp.deploy.observer import Observer, recent_images
+from ratp.deploy.settings import Settings
 from ratp.deploy.store import Store, Version
-from ratp.errors import ConfigError, RatpError, TrainingError, brief, unknown
-from ratp.guard.watch import (
-    LEAST_STRUCTURE,
-    LIMITS,
-    Predictions,
-    Watch,
-    picture_structure,
-    recognition_of,
-)
+from ratp.errors import ConfigError, RatpError, TrainingError, brief
+from ratp.guard.watch import Watch, recognition_of
 from ratp.runs.load import LoadedRun, load
 from ratp.training.finite import lost_weights
 from ratp.training.method import Method
 from ratp.training.phase import train
 
-Adapt = Literal["never", "ask", "auto"]
-POLICIES: tuple[Adapt, ...] = get_args(Adapt)
-# Values of the recipe that a deployment may change, because they only shorten or soften a stage.
-CHANGEABLE = "epochs", "steps", "batch", "lr"
-# Images of a known domain that are stored, and recent images that are kept for a stage.
-KNOWN_IMAGES, RECENT_IMAGES = 400, 2000
-# Images of a window that are checked for noise.
-_FEW = 16
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a deployment adapts.
-
-    Attributes:
-        adapt: ``never``; ``ask``: only when :meth:`Deployment.adapt` is called; ``auto``: in the background, once the
-            alarm is at ``drifted`` and enough images have arrived since it first rose.
-        at_least: Images that a stage in the background needs.
-        changes: Values for ``epochs``, ``steps``, ``batch`` and ``lr`` of a stage.
-    """
-
-    adapt: Adapt = "ask"
-    at_least: int = 256
-    changes: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.adapt not in POLICIES:
-            raise ConfigError(unknown("policy", self.adapt, POLICIES))
-        if self.at_least < 2:
-            raise ConfigError(f"at_least must be 2 or more; got {self.at_least}.")
-        other = [name for name in self.changes or {} if name not in CHANGEABLE]
-        if other:
-            raise ConfigError([unknown("value of a deployment", name, CHANGEABLE) for name in other])
+# Images of a known domain that are stored, and the share of a new domain that is not trained on: the alarm learns from
+# it what the domain looks like to the adapted model.
+KNOWN_IMAGES, HELD_BACK = 400, 0.2
 
 
 @dataclass(frozen=True)
@@ -216,7 +181,7 @@ class Deployment:
     @property
     def level(self) -> Level:
         """Level of the alarm."""
-        return self._level
+        return self._observer.level
 
     @property
     def adapting(self) -> bool:
@@ -226,8 +191,17 @@ class Deployment:
     @property
     def waiting(self) -> int:
         """Number of recent images that a stage would train on."""
-        with self._mutex:
-            return sum(map(len, self._recent))
+        return self._observer.waiting
+
+    @property
+    def ready(self) -> bool:
+        """Whether the alarm is at ``drifted`` and enough images have arrived for a stage."""
+        return self.level == "drifted" and self.waiting >= self.settings.at_least
+
+    @property
+    def room(self) -> int:
+        """Number of images that the alarm's current window still needs."""
+        return self._observer.room
 
     @property
     def false_alarms(self) -> float:
@@ -243,36 +217,45 @@ class Deployment:
         check_images(images, self.image_size)
         return self._model.logits(images)
 
-    def observe(self, images: Tensor, names: Sequence[str] | None = None) -> Observation:
+    def answer(self, images: Tensor) -> Observation:
+        """Predicts images like :meth:`observe`, but remembers nothing of them."""
+        check_images(images, self.image_size)
+        model = self._model
+        return self._observation(model, model.logits(images).softmax(dim=1))
+
+    def observe(self, images: Tensor, names: Sequence[str] | None = None, *, again: bool = False) -> Observation:
         """Predicts images as they arrive, watches for drift, and adapts if the settings say so.
 
         Args:
             images: uint8 tensor of shape (N, 3, height, width).
             names: Names of the images, for the alarm; None: their positions.
+            again: Whether an earlier process has observed them already: then the alarm counts them, but the journal
+                gets no second line, and no stage starts.
         """
         check_images(images, self.image_size)
         if names is not None and len(names) != len(images):
             raise RatpError(f"{len(names)} names are given for {len(images)} images.")
         model = self._model
         found = model.predictions(images)
-        confidence, labels = found.probabilities.max(dim=1)
         with self._mutex:
-            if model is self._model:  # otherwise a new version answers by now
-                windows, causes = self._watch(images, found, names or [str(k) for k in range(len(images))])
-                enough = self.waiting >= self.settings.at_least
-                if self.settings.adapt == "auto" and self.level == "drifted" and enough and not self.adapting:
-                    self.adapt(background=True)
-            else:
-                windows, causes = [], []
-            return Observation(
-                tuple(self.classes[k] for k in labels.tolist()),
-                tuple(confidence.tolist()),
-                model.version,
-                self.level,
-                tuple(windows),
-                tuple(causes),
-                self.adapting,
-            )
+            if model is not self._model:  # a new version answers by now
+                return self._observation(model, found.probabilities)
+            windows = self._observer.observe(images, found, names or [str(k) for k in range(len(images))])
+            for window, causes in () if again else windows:
+                about = asdict(window) | {"causes": list(causes)}
+                self._store.note("window", version=self.version, **about)
+            if self.settings.adapt == "auto" and self.ready and not self.adapting and not again:
+                self.adapt(background=True)
+            return self._observation(model, found.probabilities, windows)
+
+    def alarm_state(self) -> dict[str, Any]:
+        """Returns what the alarm remembers of complete windows, apart from images, as plain data."""
+        return self._observer.state()
+
+    def restore_alarm(self, state: Mapping[str, Any], recent: Tensor) -> None:
+        """Restores what :meth:`alarm_state` returned, with the recent images that a stage would train on."""
+        with self._mutex:
+            self._observer.restore(state, recent)
 
     def adapt(
         self, images: Tensor | None = None, *, name: str | None = None, background: bool = False
@@ -287,7 +270,7 @@ class Deployment:
         with self._mutex:
             if self.adapting:
                 raise RatpError("a stage is under way: wait for it, with wait(), before the next one.")
-            given = torch.cat(self._recent) if images is None and self._recent else images
+            given = recent_images(self._observer) if images is None else images
             if given is None or len(given) < 2:
                 raise RatpError("there is nothing to adapt to: no image is unlike the known domains so far.")
             check_images(given, self.image_size)
@@ -325,9 +308,10 @@ class Deployment:
             if version is None and not earlier:
                 raise RatpError(f"version {self.version} is the first: there is none before it.")
             chosen = max(earlier) if version is None else version
-            self._store.contents.version(chosen)
+            self._store.read(chosen)  # before anything changes
+            found = self._store.choose(chosen, "requested")
             self._use(chosen)
-            return self._store.choose(chosen, "requested")
+            return found
 
     def close(self) -> None:
         """Stops a stage in the background, which is then lost, and lets another process open the deployment."""
@@ -343,49 +327,33 @@ class Deployment:
         loaded.method.load_state(state)
         self._loaded, self._references = loaded, references
         self._model = Model(loaded.method, number)
-        self._alarm, self._pending = Alarm(), Pending()
-        self._level: Level = "fine"
-        self._recent: list[Tensor] = []
-        self._structure = picture_structure(self._source().images[:_FEW])
+        self._observer = Observer(references, self._source().images, self._recognition)
 
-    def _watch(self, images: Tensor, found: Predictions, names: Sequence[str]) -> tuple[list[Window], list[str]]:
-        """Passes images to the alarm; returns the windows that are complete, and what caused an alarm."""
-        windows, causes = list[Window](), list[str]()
-        for part in self._pending.add(images, found, names):
-            seen = nearest(self._references, part.found)
-            level = self._alarm.update(seen.score)
-            if self._is_noise(part.images) or (level == "drifted" and self._is_unknown(part.images)):
-                level = "foreign"
-            self._level = level
-            seen = replace(seen, level=level)
-            windows.append(seen)
-            odd = [part.names[k] for k in seen.causes]
-            if level == "fine":
-                self._recent = []
-            else:
-                self._recent = _last([*self._recent, part.images], RECENT_IMAGES)
-                causes += odd
-            about = {name: value for name, value in asdict(seen).items() if name != "causes"}
-            self._store.note("window", version=self.version, **about, causes=odd if level != "fine" else [])
-        return windows, causes
-
-    def _is_noise(self, images: Tensor) -> bool:
-        """Whether images are noise or blank, by the guard's limit."""
-        return self._structure > LEAST_STRUCTURE and (
-            picture_structure(images[:_FEW]) / self._structure < LIMITS.structure
+    def _observation(
+        self, model: Model, probabilities: Tensor, windows: Sequence[tuple[Window, tuple[str, ...]]] = ()
+    ) -> Observation:
+        confidence, labels = probabilities.max(dim=1)
+        return Observation(
+            tuple(self.classes[k] for k in labels.tolist()),
+            tuple(confidence.tolist()),
+            model.version,
+            self.level,
+            tuple(window for window, _ in windows),
+            tuple(name for _, causes in windows for name in causes),
+            self.adapting,
         )
 
-    def _is_unknown(self, images: Tensor) -> bool:
-        """Whether the model recognises nothing in images, by the guard's limit."""
+    def _recognition(self, images: Tensor) -> float | None:
         known = self._source().images[: len(images)]
-        found = recognition_of(self._model.method, images, known, _randomness(self._loaded))
-        return found is not None and found < LIMITS.recognition
+        return recognition_of(self._model.method, images, known, _randomness(self._loaded))
 
     def _keep_result(self, domain: UnlabelledDomain) -> None:
         try:
             self._done = self._stage(domain)
         except BaseException as error:  # for wait(), in another thread
             self._done = error
+            with self._mutex:
+                self._observer.forget()  # or the next images would start the same stage again
             with suppress(RatpError):
                 self._store.note("failed", domain=domain.name, why=brief(error))
 
@@ -393,6 +361,7 @@ class Deployment:
         """Trains a copy of the model on a domain; None if it was stopped."""
         start = self._model
         method = self._copy()
+        domain, kept = _split(domain, _randomness(self._loaded).generator("deploy", domain.name))
         watch = Watch(method, domain, self._source(), _randomness(self._loaded))
         self._store.note("stage", domain=domain.name, images=len(domain), version=start.version)
         for _ in train(method.target_phases(domain)):
@@ -401,25 +370,24 @@ class Deployment:
         verdict = watch.judge(method)
         if verdict is None or lost_weights(method.state()):
             raise TrainingError("values became NaN or infinite, so the stage is dropped. A smaller lr usually helps.")
-        accepted = None if verdict.reasons else self._references_with(method, domain)
+        accepted = None if verdict.reasons else self._references_with(method, kept)
         with self._mutex:
             if self._stop.is_set():
                 return None
             if accepted is None or self._model is not start:
                 reasons = verdict.reasons or ("another version was chosen meanwhile",)
-                self._recent, self._level = [], "watch"
+                self._observer.forget()
                 self._store.note("refused", domain=domain.name, reasons=list(reasons), version=self.version)
                 return Adaptation(False, self.version, len(domain), reasons)
             why, about = f"adapted to {domain.name}", {"images": len(domain), "verdict": verdict.to_json()}
             self._use(self._store.add(method.state(), accepted, why, **about).number)
             return Adaptation(True, self.version, len(domain))
 
-    def _references_with(self, method: Method, domain: UnlabelledDomain) -> list[Reference]:
-        """Keeps images of a domain; returns how an adapted method predicts those of all domains it now knows."""
-        chosen = torch.randperm(len(domain), generator=_randomness(self._loaded).generator("deploy", domain.name))
-        self._store.keep_images(domain.name, domain.images[chosen[:KNOWN_IMAGES]].cpu())
-        known = [reference.name for reference in self._references if reference.name != domain.name]
-        known += [domain.name] if len(domain) >= LEAST_IMAGES else []
+    def _references_with(self, method: Method, kept: UnlabelledDomain) -> list[Reference]:
+        """Stores images of a domain; returns how an adapted method predicts those of all domains it now knows."""
+        self._store.keep_images(kept.name, kept.images[:KNOWN_IMAGES].cpu())
+        known = [reference.name for reference in self._references if reference.name != kept.name]
+        known += [kept.name] if len(kept) >= LEAST_IMAGES else []
         model = Model(method, self.version)
         return [_reference(model, name, self._store.images(name)["images"], self._loaded) for name in known]
 
@@ -450,8 +418,11 @@ def _randomness(loaded: LoadedRun) -> Randomness:
     return Randomness(int(loaded.config["seed"]))
 
 
-def _last(parts: list[Tensor], most: int) -> list[Tensor]:
-    """Drops the oldest parts as long as the others have enough images."""
-    while sum(map(len, parts[1:])) >= most:
-        parts = parts[1:]
-    return parts
+def _split(domain: UnlabelledDomain, generator: torch.Generator) -> tuple[UnlabelledDomain, UnlabelledDomain]:
+    """Returns the images to train on and those to calibrate the alarm on: apart, if there are enough."""
+    order = torch.randperm(len(domain), generator=generator)
+    count = max(LEAST_IMAGES, round(HELD_BACK * len(domain)))
+    if count > len(domain) // 2:
+        return domain, replace(domain, images=domain.images[order])
+    kept, rest = order[:count], order[count:].sort().values
+    return replace(domain, images=domain.images[rest]), replace(domain, images=domain.images[kept])

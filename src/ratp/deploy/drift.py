@@ -175,6 +175,17 @@ class Alarm:
         self.level: Level = "fine"
         self._scores: list[float] = []
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the level and the scores it depends on."""
+        return {"level": self.level, "scores": self._scores}
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Alarm:
+        """Rebuilds what :meth:`to_json` returned."""
+        alarm = cls()
+        alarm.level, alarm._scores = state["level"], list(map(float, state["scores"]))
+        return alarm
+
     def update(self, score: float) -> Level:
         """Returns the level after one more window."""
         self._scores = [*self._scores[-2:], score]
@@ -203,6 +214,9 @@ class Pending:
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size
         self._parts: list[Part] = []
+
+    def __len__(self) -> int:
+        return sum(len(part.images) for part in self._parts)
 
     def add(self, images: Tensor, found: Predictions, names: Sequence[str]) -> list[Part]:
         """Adds images; returns all windows that are full now."""

@@ -9,8 +9,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ratp.errors import RatpError
 from ratp.guard.watch import Predictions
 from ratp.training.method import Method
+
+
+class AnswerError(RatpError):
+    """The model's answer to some images is not a finite number."""
 
 
 class Model:
@@ -28,7 +33,7 @@ class Model:
     def logits(self, images: Tensor) -> Tensor:
         """Returns logits of uint8 images, on the CPU."""
         with self._lock, torch.no_grad():
-            return self.method.predict(images).float().cpu()
+            return self._checked(self.method.predict(images))
 
     def predictions(self, images: Tensor) -> Predictions:
         """Returns probabilities and embeddings of uint8 images, from one forward pass where the network allows."""
@@ -39,7 +44,18 @@ class Model:
             if found is None:
                 found = self.method.embed(images)
         embedding = None if found is None else found.float().cpu()
-        return Predictions(logits.float().softmax(dim=1).cpu(), embedding)
+        return Predictions(self._checked(logits).softmax(dim=1), embedding)
+
+    def _checked(self, logits: Tensor) -> Tensor:
+        """Returns the logits on the CPU; raises AnswerError if some are not finite."""
+        found = logits.float().cpu()
+        bad = int((~found.isfinite()).any(dim=1).sum())
+        if bad:
+            raise AnswerError(
+                f"version {self.version} of the model answers {bad} of {len(found)} images with NaN or infinity. "
+                "Roll back to another version, or train the model again."
+            )
+        return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ that is killed leaves at most a file that nothing refers to.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -94,11 +95,10 @@ class Store:
     """Reads and writes the directory of a deployment, as its only writer until :meth:`close`."""
 
     def __init__(self, folder: Path) -> None:
-        if not is_deployment(folder):
-            raise RunDirectoryError(f"{folder} is not a deployment: create one with ratp deploy RUN {folder}")
+        read_contents(folder)
         self.folder = folder
         self._held = ExitStack()
-        self._held.enter_context(exclusive(folder))
+        self._held.enter_context(exclusive(folder, "Only one process at a time can use a deployment: end it first."))
         try:
             remove_leftovers(folder)
             self.contents = read_contents(folder)
@@ -201,6 +201,8 @@ def is_deployment(folder: Path) -> bool:
 def read_contents(folder: Path) -> Contents:
     """Reads what ``deployment.json`` holds; every file is replaced in one step, so readers need no lock."""
     path = folder / "deployment.json"
+    if not is_deployment(folder):
+        raise RunDirectoryError(f"{folder} is not a deployment: create one with ratp deploy RUN {folder}")
     data = DEPLOYMENT.read(read_json(path), path)
     try:
         versions = tuple(Version(**{**item, "known": tuple(item["known"])}) for item in data["versions"])
@@ -231,14 +233,17 @@ def _known_file(folder: Path, name: str) -> Path:
     return folder / "known" / f"{safe_name(name)}.safetensors"
 
 
-def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a deployment's journal; a half-written last one is left out."""
+def read_journal(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Returns the lines of a deployment's journal, or only the last ones; a half-written last one is left out."""
     try:
-        lines = (folder / "journal.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        with (folder / "journal.jsonl").open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(0 if last_bytes is None else max(0, length - last_bytes))
+            text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
     found = []
-    for line in lines:
+    for line in text.split("\n"):
         try:
             event = json.loads(line)
         except ValueError:

@@ -98,7 +98,7 @@ def decode(data: bytes, size: tuple[int, int] | None) -> Decoded:
     return Decoded(np.array(picture.image), picture.conversions, picture.original_size)
 
 
-def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
+def decode_picture(data: bytes, size: tuple[int, int] | None, max_pixels: int = MAX_PIXELS) -> Picture:
     """Decodes like :func:`decode`, but returns a Pillow image; raises MemoryError if memory is too small."""
     kind = image_kind(data)
     from PIL.Image import DecompressionBombError
@@ -109,7 +109,7 @@ def decode_picture(data: bytes, size: tuple[int, int] | None) -> Picture:
         with quietly, _strictly:
             image = opener(io.BytesIO(data))
             pixels = min(image.width * image.height, MAX_PIXELS)
-            return _decode(image, size)
+            return _decode(image, size, min(max_pixels, MAX_PIXELS))
     except BadImage:
         raise
     except DecompressionBombError as error:
@@ -167,12 +167,12 @@ def _reason(kind: str, error: Exception) -> str:
     return f"damaged {kind} data ({detail})"
 
 
-def _decode(image: Image.Image, size: tuple[int, int] | None) -> Picture:
+def _decode(image: Image.Image, size: tuple[int, int] | None, max_pixels: int) -> Picture:
     from PIL import Image
 
-    if image.width * image.height > MAX_PIXELS:
+    if image.width * image.height > max_pixels:
         raise BadImage(
-            f"too many pixels: {image.width:,}×{image.height:,}, at most {MAX_PIXELS / 1e6:,.0f} million are decoded"
+            f"too many pixels: {image.width:,}×{image.height:,}, at most {max_pixels / 1e6:,.4g} million are decoded"
         )
     deep = has_16_bits(image)
     several = _several_frames(image)
