@@ -125,7 +125,7 @@ def test_alarm_adaptation_and_rollback(model, port):
     assert model.wait().accepted
     assert post(port, "/predict", FILES[0])[1]["version"] == 2
     page = ask(port, "/")[2]
-    assert "version 2: adapted to domain-2" in page and "stage on domain-2 began, with 128 images" in page
+    assert "version 2: adapted to domain-2" in page and "stage on domain-2 began, with 88 images" in page
     assert "<polyline" in page and "<script" not in page
     status, found = post(port, "/rollback", headers=TOKEN)
     assert (status, found["number"]) == (200, 1)
