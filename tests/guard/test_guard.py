@@ -312,6 +312,7 @@ def test_every_method_can_be_guarded(method, tmp_path):
     assert journal_of(run.folder, "stage_finished")[1]["guard"]["rolled_back"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pcl", "tent"])
 def test_a_domain_that_is_known_in_part_raises_no_alarm(method, tmp_path):
     sizes = {"network.width": 0.1, "epochs": 2, "steps": 25, "lr": 0.05}

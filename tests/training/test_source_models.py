@@ -98,6 +98,7 @@ def test_ratp_shares_what_targets_do_not_change(tmp_path):
         assert not is_reused(run(tmp_path / name, "ratp", changes={name: value}))
 
 
+@pytest.mark.slow
 def test_arc_shares_what_targets_do_not_change(tmp_path):
     run(tmp_path / "1", "arc")
     later = {"replay": 0, "r_con": 0.3, "distill": 1.0, "class_mix": "em", "average_old": 0.5, "trust": 0.5}
