@@ -29,6 +29,9 @@ install: $(READY)
 demo: $(READY)
 	$(BIN)/ratp demo
 
+# Python starts hundreds of times here; without byte code, every start compiles all it imports.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 

@@ -49,13 +49,14 @@ CLASSES = ("north", "east", "south", "west")
 CORNERS = ((0, 0), (0, 16), (16, 16), (16, 0))
 
 
+def slow(*values: Any, unless: bool = False, name: str | None = None) -> Any:
+    """A case for ``parametrize`` that is slow, unless a condition holds."""
+    return pytest.param(*values, marks=() if unless else pytest.mark.slow, id=name)
+
+
 def each_method(*, without: Sequence[str] = ()) -> list[Any]:
     """All methods, for ``parametrize``; those that are no representatives are slow."""
-    return [
-        pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.slow)
-        for name in METHODS
-        if name not in without
-    ]
+    return [slow(name, unless=name in REPRESENTATIVES) for name in METHODS if name not in without]
 
 
 def load_tool(name: str) -> ModuleType:

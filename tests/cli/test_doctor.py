@@ -215,6 +215,7 @@ class TestCache:
 
 
 class TestRuns:
+    @pytest.mark.slow
     def test_suggested_command_continues_the_run(self, here):
         assert ratp(*RUN, "--seed", "7", "--order", "reverse", "--out", "runs/a b").code == 0
         (here / "runs" / "a b" / "weights.safetensors").unlink()

@@ -181,10 +181,12 @@ class TestDemo:
         assert "2 seeds" in result.out
         assert "ratp 2 stage 1/4 scan" in result.err
 
+    @pytest.mark.slow
     def test_one_seed_is_unchanged(self, monkeypatch):
         monkeypatch.setattr(progress, "follow_all", None)
         assert ratp("demo", "--out", "out", "--device", "cpu", "--quiet").code == 0
 
+    @pytest.mark.slow
     def test_foreign_folder(self):
         Path("out/ratp-1").mkdir(parents=True)
         Path("out/ratp-1/mine.txt").write_text("mine")

@@ -270,6 +270,7 @@ class TestReport:
         assert re.search(r"shot.*seed 2", result.out)
         assert ratp("study", "run", *study, *OPTIONS, "-q").code == 0  # the report does not interfere
 
+    @pytest.mark.slow
     def test_a_comparison_of_its_runs_leaves_it_alone(self, study):
         ratp("study", "report", *study, "-q")
         before = traces(Path("made/runs/report"))

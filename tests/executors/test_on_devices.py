@@ -464,7 +464,7 @@ class TestDevices:
             ("cpu,", ["the devices 'cpu,' have an empty place among them: name every one, e.g. cuda:0,cuda:1."]),
             (",", ["the devices ',' have an empty place among them: name every one, e.g. cuda:0,cuda:1."]),
             ("auto,cpu", ["the devices 'auto,cpu' have auto among them: name every one, e.g. cuda:0,cuda:1."]),
-            ("gpu,gpu,cuda:9", ["unknown device 'gpu'. Did you mean 'cpu'?", "device 'cuda:9' is not available"]),
+            ("gpu,gpu,cuda:9", ["unknown device 'gpu'. Did you mean 'cuda'?", "device 'cuda:9' is not available"]),
             ("cuda:0,cuda:1", ["cuda:0 in tf32 and cuda:1 in fp32: choose some of a kind, or --precision fp32."]),
         ],
     )

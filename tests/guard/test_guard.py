@@ -24,6 +24,7 @@ from helpers import (
     each_method,
     journal_of,
     same_tensors,
+    slow,
     tensors_of,
     toy_domain,
     toy_plan,
@@ -225,7 +226,7 @@ class TestDecision:
 
 
 @pytest.mark.faults(FAULT, "the guard undoes a stage on noise, blank images or one class and restores the old model")
-@pytest.mark.parametrize("kind", ["noise", "blank", "one class"])
+@pytest.mark.parametrize("kind", ["noise", slow("blank"), slow("one class")])
 def test_bad_domain_is_undone_completely(kind, tmp_path):
     guarded = Run(make_plan(domains=("ink", "mud", bad_domain(kind), "fog")), tmp_path / "guarded")
     states = [tensors_of(guarded.folder) for event in guarded.events() if isinstance(event, StageFinished)]
@@ -312,6 +313,7 @@ def test_every_method_can_be_guarded(method, tmp_path):
     assert journal_of(run.folder, "stage_finished")[1]["guard"]["rolled_back"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pcl", "tent"])
 def test_a_domain_that_is_known_in_part_raises_no_alarm(method, tmp_path):
     sizes = {"network.width": 0.1, "epochs": 2, "steps": 25, "lr": 0.05}

@@ -230,6 +230,7 @@ class TestConsistency:
         method, (target, _) = build_trained(consistency__weight=0)
         assert start(method, target).step().keys() == {"total", "ce", "pca", "distill", "confident"}
 
+    @pytest.mark.slow
     def test_it_makes_copies_agree(self):
         """Trained with it, predictions for copies are closer to those for their images."""
         gaps = []
@@ -457,6 +458,7 @@ class TestTerms:
         for (name, parameter), old in zip(method.network.named_parameters(), before, strict=True):
             assert not torch.equal(parameter, old), name
 
+    @pytest.mark.slow
     def test_it_learns_the_toy(self):
         domains = [toy_domain("ink", 80), toy_domain("mud", 60)]
         changes = {"network__width": 0.2, "network__hidden": 32, "network__dim": 16, "epochs": 4, "steps": 8}
@@ -526,6 +528,7 @@ SWITCHES = [
 ]
 
 
+@pytest.mark.slow
 class TestStatic:
     """A captured step leaves out by a mask what a compact one never copies."""
 
@@ -641,6 +644,7 @@ def usual():
     return all_stages().state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), list(other_values()))
 def test_every_switch_runs_and_matters(name, value, usual):
     method = all_stages(**{name.replace(".", "__"): value})

@@ -82,6 +82,7 @@ class TestMixture:
         assert torch.equal(logits.argmax(dim=1), method.memory.labels[stored])
         assert (logits.softmax(dim=1).amax(dim=1) > 0.5).all()
 
+    @pytest.mark.slow
     def test_without_confidence_it_and_the_memory_stay(self):
         method, _, targets = after_source(**LEARNING, confidence=1.0)
         mixture, memory = method.mixture.state(), checks.snapshot(method.memory.state())
@@ -133,10 +134,12 @@ class TestStep:
         torch.testing.assert_close(step["distance"], 0.1 * sum(distances), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(step["total"], step["mixture"] + step["replay"] + step["distance"])
 
+    @pytest.mark.slow
     def test_without_replay_two_terms_are_left(self):
         (_, phase), _ = self.twins(replay="none")
         assert phase.step().keys() == {"total", "mixture", "distance"}
 
+    @pytest.mark.slow
     def test_everything_learns(self):
         (method, phase), _ = self.twins()
         before = checks.snapshot(method.network.state_dict())
@@ -145,6 +148,7 @@ class TestStep:
         assert not any(torch.equal(after[n], before[n]) for n in after if n.endswith("weight"))
         assert max((after[n] - before[n]).abs().max().item() for n in after if n.endswith("weight")) < 2e-4
 
+    @pytest.mark.slow
     def test_steps_can_be_captured(self):
         for replay in ("separate", "none"):
             method, _, targets = after_source(**LEARNING, replay=replay, **{"target_transform.flip": 0.5})
@@ -163,6 +167,7 @@ class TestStep:
             assert any(method.network.backbone[2].generator is generator for generator in phase.generators)
 
 
+@pytest.mark.slow
 def test_small_domains():
     """One image, fewer images than classes, one class; a memory of none or one; every image and none confident."""
     tiny = [toy_domain("ink"), toy_domain("mud", 1), toy_domain("fog", 3), toy_domain("dew", 9, classes=(2,))]
@@ -199,5 +204,6 @@ def test_unlearnt_source_gives_finite_values():
     assert all_finite(method.state())
 
 
+@pytest.mark.slow
 def test_it_adapts():
     checks.check_it_adapts(NAME, lr=0.02, rate=3e-3)

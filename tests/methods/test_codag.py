@@ -22,6 +22,7 @@ def test_a_target_stage_has_two_phases():
     checks.check_length_of_a_target(NAME, "adapter", "keeper")
 
 
+@pytest.mark.slow
 def test_small_domains():
     checks.check_small_domains(NAME)
 
@@ -30,19 +31,23 @@ def test_a_class_without_labels_gives_no_exemplars(monkeypatch):
     checks.check_a_class_without_labels_gives_no_exemplars(NAME, monkeypatch)
 
 
+@pytest.mark.slow
 def test_steps_can_be_captured():
     checks.check_steps_can_be_captured(NAME)
     checks.check_steps_can_be_captured(NAME, replay="union", adapter_r_con=0.3)
 
 
+@pytest.mark.slow
 def test_large_networks():
     checks.check_large_networks(NAME)
 
 
+@pytest.mark.slow
 def test_a_stream_of_six():
     checks.check_a_stream_of_six(NAME)
 
 
+@pytest.mark.slow
 def test_labels_stay():
     checks.check_labels_stay(NAME)
 
@@ -148,6 +153,7 @@ def collapse(network):
     torch.nn.init.ones_(network.bottleneck[3].bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0.5, 0.0])
 def test_a_collapsed_adapter_does_not_label(limit):
     method, targets = checks.trained(NAME, collapse=limit, epochs=8, steps=20, lr=0.1)

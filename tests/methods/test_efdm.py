@@ -24,6 +24,7 @@ def test_it_mixes_after_the_first_two_blocks_of_dtn():
     assert places == ["3.efdm", "7.efdm"]
 
 
+@pytest.mark.slow
 def test_a_network_with_a_resnet_is_mixed_after_three_and_predicts_as_without():
     changes = {"network.backbone": "resnet18", "network.width": 1, "batch": 4, "steps": 1, "epochs": 1}
     plan = replace(toy_plan("efdm", changes=changes), weights_from="none")
@@ -120,6 +121,7 @@ def test_blocks_that_are_not_there_are_refused(blocks):
         build_method(blocks=blocks)
 
 
+@pytest.mark.slow
 def test_it_learns_the_toy_and_does_not_collapse():
     """RaTP's table has it at chance after the first target."""
     sizes = {"network.width": 0.2, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 24}

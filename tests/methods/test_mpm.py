@@ -24,6 +24,7 @@ def test_a_target_stage_has_two_phases():
     checks.check_length_of_a_target(NAME, "adaptation", "generalisation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bige", ["off", "single", "batch"])
 def test_small_domains(bige):
     """A memory of 4 has room for two domains at first, and for none of them later."""
@@ -34,11 +35,13 @@ def test_a_class_without_labels_gives_no_exemplars(monkeypatch):
     checks.check_a_class_without_labels_gives_no_exemplars(NAME, monkeypatch)
 
 
+@pytest.mark.slow
 def test_steps_can_be_captured():
     checks.check_steps_can_be_captured(NAME)
     checks.check_steps_can_be_captured(NAME, learns_through="fused", adaptation_statistics="batch")
 
 
+@pytest.mark.slow
 def test_large_networks():
     checks.check_large_networks(NAME)
 
@@ -136,6 +139,7 @@ def fused_by_hand(method, images, *, mean=False):
     return torch.tensor(rows), torch.tensor(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["entropy", "mean"])
 def test_predictions_of_all_heads_are_fused(fusion):
     method, targets = checks.trained(NAME, 3, fusion=fusion, epochs=4, steps=10, lr=0.1)
@@ -179,6 +183,7 @@ def test_a_step_of_the_adaptation_written_out():
     torch.testing.assert_close(method.heads[1].weight, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["own", "fused"])
 def test_exemplars_learn_through_the_head_of_their_domain(through):
     method, targets = checks.trained(NAME, 2, learns_through=through, epochs=4, steps=10, lr=0.1)
@@ -212,6 +217,7 @@ def test_the_old_model_has_the_heads_from_before_the_stage():
 LONGER = {"epochs": 4, "steps": 10, "lr": 0.1, "memory": 60}
 
 
+@pytest.mark.slow
 class TestBiGE:
     def trained(self, mode, **changes):
         return checks.trained(NAME, 3, bige=mode, **{**LONGER, **changes})

@@ -47,6 +47,7 @@ def test_a_target_stage_is_as_long_as_any():
     assert checks.steps_of(method.target_phases(targets[0])) == {"target": checks.all_steps()}
 
 
+@pytest.mark.slow
 def test_exemplars_have_the_last_labels():
     method, source, targets = checks.build_method(NAME)
     method.fit_source(source)

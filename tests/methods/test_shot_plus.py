@@ -39,6 +39,7 @@ def test_new_labels_are_written_in_place():
     checks.check_new_labels_are_written_in_place(NAME)
 
 
+@pytest.mark.slow
 def test_it_adapts():
     checks.check_it_adapts(NAME)
 

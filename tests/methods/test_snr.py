@@ -259,6 +259,7 @@ def test_the_memory_is_in_the_batches(replay, some):
     assert phase.batches.draw(200).replayed.any().item() is some
 
 
+@pytest.mark.slow
 def test_it_learns_the_toy():
     sizes = {"network.width": 0.25, "network.hidden": 32, "network.dim": 16, "epochs": 5, "steps": 12, "batch": 32}
     method, source, targets = build_method(**sizes, lr=0.02)

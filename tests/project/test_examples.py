@@ -30,11 +30,13 @@ def test_a_method_file_gives_the_same_weights_twice(tmp_path):
     assert all(first[name].equal(second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_its_switch_decides_whether_it_learns_on_targets(tmp_path):
     eager, shy = weights(tmp_path / "a", threshold=0.0), weights(tmp_path / "b", threshold=0.999999)
     assert not all(eager[name].equal(shy[name]) for name in eager)
 
 
+@pytest.mark.slow
 def test_an_interrupted_method_file_ends_like_an_undisturbed_one(tmp_path):
     whole = weights(tmp_path / "whole", threshold=0.0)
     plan = ratp.resolve(ratp.RunRequest(method=EXAMPLE, changes=TINY | {"threshold": 0.0}))

@@ -14,6 +14,7 @@ from ratp.networks.backbones import NAMES, REGISTRY
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ratp.RollbackWarning")  # the images are noise
 def test_all_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

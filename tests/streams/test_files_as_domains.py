@@ -155,13 +155,18 @@ class TestLabels:
         assert [domain.classes[k] for k in domain.labels.tolist()] == ["übel"] * 3
 
     def test_all_problems_of_all_domains_come_at_once(self, day):
+        """Those that a list of the files shows come before any image is decoded."""
         write_files(Path("rain"), image_files(("north", "up"), seed=1))
         write_files(Path("fog"), {**image_files(seed=2), "west/9.png": b""})
         (Path("empty")).mkdir()
         write_files(Path("mixed"), {**image_files(seed=3), "stray.png": encode(make_picture(0, 1))})
         message = assert_error(run_folders(day, "rain", "nowhere", "fog", "empty", "mixed"))
-        assert len(message.split("error: ")) == 1 + 5
-        for expected in ("'up'", "nowhere does not exist", "west/9.png", "empty has no images", "'stray.png'"):
+        assert message.count("error: ") == 3
+        for expected in ("nowhere does not exist", "empty has no images", "'stray.png'"):
+            assert expected in message
+        message = assert_error(run_folders(day, "rain", "fog"))
+        assert message.count("error: ") == 2
+        for expected in ("'up'", "west/9.png"):
             assert expected in message
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from helpers import QUICK, same_tensors, toy_method, toy_plan
+from helpers import QUICK, REPRESENTATIVES, same_tensors, slow, toy_method, toy_plan
 from ratp._core import state as state_module
 from ratp._core.files import read_tensors, write_tensors
 from ratp._core.state import StateError, join_tensors, split_tensors
@@ -60,7 +60,11 @@ VARIANTS = [
 RECOMPUTED = {("PDENStage", "_pool"), ("SHOTPhase", "_counts")}
 CASES = [(name, {}) for name in METHODS] + VARIANTS
 every_case = pytest.mark.parametrize(
-    ("name", "changes"), CASES, ids=[" ".join([n, *(f"{k}={v}" for k, v in c.items())]) for n, c in CASES]
+    ("name", "changes"),
+    [
+        slow(n, c, unless=n in REPRESENTATIVES, name=" ".join([n, *(f"{k}={v}" for k, v in c.items())]))
+        for n, c in CASES
+    ],
 )
 
 

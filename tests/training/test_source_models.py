@@ -17,7 +17,7 @@ import torch
 
 import ratp.training.phases as training
 import ratp.training.source_cache as module
-from helpers import journal_of, same_tensors, tensors_of, toy_domains, toy_plan
+from helpers import journal_of, same_tensors, slow, tensors_of, toy_domains, toy_plan
 from ratp.errors import NotCachedWarning, TrainingError
 from ratp.runs.events import StageStarted, Waiting
 from ratp.runs.run import Run
@@ -47,7 +47,7 @@ def is_reused(folder):
     return "from_cache" in record["statistics"]
 
 
-@pytest.mark.parametrize("method", ["source-only", "tent", "shot", "eata", "ratp", "arc"])
+@pytest.mark.parametrize("method", ["source-only", "tent", slow("shot"), slow("eata"), "ratp", slow("arc")])
 def test_second_run_reuses_the_network_bit_exactly(method, tmp_path):
     first, second = run(tmp_path / "1", method), run(tmp_path / "2", method)
     alone = tmp_path / "alone"
@@ -98,6 +98,7 @@ def test_ratp_shares_what_targets_do_not_change(tmp_path):
         assert not is_reused(run(tmp_path / name, "ratp", changes={name: value}))
 
 
+@pytest.mark.slow
 def test_arc_shares_what_targets_do_not_change(tmp_path):
     run(tmp_path / "1", "arc")
     later = {"replay": 0, "r_con": 0.3, "distill": 1.0, "class_mix": "em", "average_old": 0.5, "trust": 0.5}

@@ -99,7 +99,7 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory; default runs/STREAM-METHOD-SEED, plus a hash if anything is changed. For several "
+            help="Run directory; default STREAM-METHOD-SEED in runs, plus a hash if anything is changed. For several "
             "runs: the folder for their directories."
         ),
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import slow
 from ratp.functional import kernels
 from ratp.functional.randmix import RandMix, RandMixConfig
 
@@ -21,7 +22,7 @@ CONFIGS = [
     {"renormalise": False},
     {"safe_division": False},
     {"kernel_sizes": (4,)},
-    {"kernel_sizes": (5, 9, 13, 17)},
+    slow({"kernel_sizes": (5, 9, 13, 17)}, name="large"),
 ]
 
 

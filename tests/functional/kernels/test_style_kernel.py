@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import slow
 from ratp.functional import kernels
 from ratp.functional.kernels import style as style_kernels
 from ratp.functional.style import Blend, StyleModule
@@ -35,8 +36,8 @@ def results(style, device, share, layout=torch.contiguous_format):
     return [restyled, estimated, *slopes]
 
 
-@pytest.mark.parametrize("share", [0.6, 1.0])
-@pytest.mark.parametrize("kernel_sizes", [(3, 9, 5), (4,)])
+@pytest.mark.parametrize("share", [0.6, slow(1.0)])
+@pytest.mark.parametrize("kernel_sizes", [slow((3, 9, 5)), (4,)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_kernels_give_the_same(layout, kernel_sizes, share, device, monkeypatch):
     style = module(device, kernel_sizes)
