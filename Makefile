@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help install demo test test-all lint bench results docs clean
+.PHONY: help install demo test test-all test-lowest lint bench results docs clean
 
 help:
 	@echo "make demo     RaTP and source-only on the embedded stream, with a report (2 to 3 minutes)"
 	@echo "make test     the quick tests (under 6 minutes on two cores)"
 	@echo "make test-all the quick tests, then the slow ones: every method, faults, kills, processes, Ray"
+	@echo "make test-lowest  a few tests and the demo with the lowest versions in pyproject.toml (downloads up to 4 GB)"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
 	@echo "make bench    time and memory of the demo, start times; the plain reference against the fast path; HTTP"
 	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, and the tables from it"
@@ -38,6 +39,16 @@ test: $(READY)
 # The quick tests first, then only the others: each runs once.
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+# Libraries this old use what newer ones deprecate.
+LOWEST := .venv/lowest
+test-lowest: $(READY)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable .
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python pytest hypothesis
+	$(LOWEST)/bin/python -m pytest -m "not slow" -W ignore::DeprecationWarning tests/data/test_demo.py \
+	  tests/cli/test_start.py tests/cli/test_messages.py tests/reports/test_plots.py tests/reports/test_tables.py
+	$(LOWEST)/bin/ratp demo --epochs 1 --steps 5 --quiet --out $(LOWEST)/demo
 
 lint: $(READY)
 	$(BIN)/ruff check .

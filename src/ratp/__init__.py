@@ -15,6 +15,15 @@ __version__ = "0.1.0"
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+
+def _check_platform() -> None:
+    """Raises an ImportError where files cannot be locked, as on Windows."""
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:
+        raise ImportError("ratp runs on Linux and macOS; on Windows, use WSL.") from None
+
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ratp.api.fit import fit as fit
@@ -120,6 +129,7 @@ if not TYPE_CHECKING:
 
         if name not in _MODULES:
             raise AttributeError(f"module 'ratp' has no attribute {name!r}")
+        _check_platform()
         return getattr(import_module(f"ratp.{_MODULES[name]}"), name)
 
     def __dir__() -> list[str]:

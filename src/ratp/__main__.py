@@ -11,10 +11,16 @@ if __name__ == "__main__" and not sys.flags.safe_path and __file__ != f"{sys.pat
 import signal
 from collections.abc import Callable
 
+from ratp import _check_platform
+
 
 def main() -> None:
     """Runs the command line. Before and after it, Ctrl-C ends the process at once, as there is nothing to save."""
     _on_interrupt(signal.SIG_DFL)
+    try:
+        _check_platform()
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     from ratp.cli.main import main as run
 
     try:

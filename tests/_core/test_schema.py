@@ -49,7 +49,7 @@ def test_later_version_is_refused_with_advice():
     message = str(refusal.value)
     assert "runs/a/config.json has schema 4" in message
     assert "reads schema 3" in message
-    assert "pip install --upgrade ratp" in message
+    assert "pip install --upgrade ratp-cdsl" in message
     assert "\n" not in message
 
 

@@ -137,7 +137,7 @@ def test_load_works_with_folder_in_place_of_file(tmp_path):
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    for name in ("RATP_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+    for name in ("RATP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", classmethod(lambda _: tmp_path))
     return monkeypatch
@@ -148,9 +148,6 @@ def test_cache_location(bare, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "ratp"
     bare.setattr(sys, "platform", "darwin")
     assert cache_folder() == tmp_path / "Library" / "Caches" / "ratp"
-    bare.setattr(sys, "platform", "win32")
-    bare.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert cache_folder() == tmp_path / "local" / "ratp"
     bare.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "ratp"
     bare.setenv("RATP_CACHE", str(tmp_path / "mine"))

@@ -145,7 +145,7 @@ class TestRefused:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else usual(name))
         result = ratp("export", run, "--out", tmp_path / "it.onnx")
         assert_error(
-            result, 'needs onnxscript, which is not installed: pip install "ratp[onnx]"', out=tmp_path / "it.onnx"
+            result, 'needs onnxscript, which is not installed: pip install "ratp-cdsl[onnx]"', out=tmp_path / "it.onnx"
         )
 
     @pytest.mark.parametrize(

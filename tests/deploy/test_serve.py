@@ -325,7 +325,7 @@ def test_without_the_libraries_the_command_says_how_to_install_them(deployed, mo
     monkeypatch.delitem(sys.modules, "ratp.deploy.serve")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = ratp("serve", deployed)
-    assert done.code == 2 and 'pip install "ratp[serve]"' in done.err, done
+    assert done.code == 2 and 'pip install "ratp-cdsl[serve]"' in done.err, done
 
 
 def test_answers_are_those_of_the_decoded_image(model, port):

@@ -451,9 +451,9 @@ class TestChecks:
 
     def test_ray_is_not_installed(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "ray", None)
-        with pytest.raises(ConfigError, match=r"pip install ratp\[ray\]"):
+        with pytest.raises(ConfigError, match=r'pip install "ratp-cdsl\[ray\]"'):
             find_executor("ray")
-        assert "pip install ratp[ray]" in self.assert_error(tmp_path, "--on", "ray")
+        assert 'pip install "ratp-cdsl[ray]"' in self.assert_error(tmp_path, "--on", "ray")
         assert find_executor() is run_all
 
     def test_a_typing_mistake(self, tmp_path):

@@ -132,7 +132,7 @@ class TestTimm:
 def test_without_timm_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     (problem,) = problems("timm:resnet18")
-    assert 'pip install "ratp[timm]"' in problem
+    assert 'pip install "ratp-cdsl[timm]"' in problem
 
 
 class TestCheck:

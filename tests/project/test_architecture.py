@@ -330,19 +330,3 @@ class TestPublic:
         assert set(ratp.__all__) <= set(dir(ratp))
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
             _ = ratp.nonsense
-
-    def test_the_version_is_the_packages(self):
-        from importlib.metadata import version
-
-        assert ratp.__version__ == version("ratp")
-
-    def test_its_types_and_data_travel_with_it(self):
-        """Every file that is no Python is in the wheel."""
-        import tomllib
-
-        project = ROOT.parents[1] / "pyproject.toml"
-        if not project.is_file():
-            pytest.skip("installed without its source")
-        patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["ratp"]
-        listed = {path for pattern in patterns for path in ROOT.glob(pattern)}
-        assert {path for path in ROOT.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} == listed

@@ -326,7 +326,7 @@ class Schema:
         if version > self.version:
             raise NewerFileError(
                 f"{place} has {self.key} {version}, and ratp {__version__} reads {self.key} {self.version}: a later "
-                "version wrote it. Update ratp: pip install --upgrade ratp"
+                "version wrote it. Update ratp: pip install --upgrade ratp-cdsl"
             )
         found = {name: value for name, value in data.items() if name != self.key}
         for step in self.steps[version - 1 :]:

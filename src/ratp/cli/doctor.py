@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -59,6 +60,7 @@ class Finding:
 
 LEAST_FREE_MEMORY = 1 << 30
 QUICKLY_READ = 1 << 31  # bytes; more are only read if thorough
+_SOURCE = Path(__file__).parents[3]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NEEDED = re.compile(r"([A-Za-z0-9_.-]+)>=([\d.]+)$")
 
@@ -69,7 +71,7 @@ def machine() -> Iterator[Finding]:
 
     python = f"Python {platform.python_version()}, {platform.system()}"
     yield Finding("ratp", f"{__version__} (code {code_hash()[:12]}), {python}")
-    yield from versions(importlib.metadata.requires("ratp") or [])
+    yield from versions(requirements())
     yield Finding("processor", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     free = free_memory()
     advice = "close other programs, or run fewer at once: --jobs 1"
@@ -82,6 +84,17 @@ def machine() -> Iterator[Finding]:
     elif not torch.cuda.is_available():
         found = f"driver {driver} is installed, but torch {torch.__version__} finds no GPU"
         yield Finding("gpu", found, ok=False, advice="install a CUDA build of torch: https://pytorch.org")
+
+
+def requirements() -> list[str]:
+    """Lists what ratp needs, as installed or, in a source tree that is not installed, as pyproject.toml declares it."""
+    try:
+        return importlib.metadata.requires("ratp-cdsl") or []
+    except importlib.metadata.PackageNotFoundError:
+        declared = tomllib.loads((_SOURCE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras: dict[str, list[str]] = declared["optional-dependencies"]
+    marked = [f'{need}; extra == "{extra}"' for extra, needs in extras.items() for need in needs]
+    return [*declared["dependencies"], *marked]
 
 
 def versions(needs: list[str]) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ BATCH = 16
 
 def check_onnx() -> None:
     """Raises a ConfigError unless the libraries of the extra are there."""
-    check_installed(("onnx", "onnxscript", "onnxruntime"), "ONNX", 'pip install "ratp[onnx]"')
+    check_installed(("onnx", "onnxscript", "onnxruntime"), "ONNX", 'pip install "ratp-cdsl[onnx]"')
 
 
 def to_onnx(program: ExportedProgram, about: Mapping[str, str]) -> bytes:

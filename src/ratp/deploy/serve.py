@@ -35,7 +35,9 @@ try:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise ConfigError('ratp serve needs FastAPI and uvicorn, which are not here: pip install "ratp[serve]"') from error
+    raise ConfigError(
+        'ratp serve needs FastAPI and uvicorn, which are not here: pip install "ratp-cdsl[serve]"'
+    ) from error
 
 # Connections at once, images in work at once, and seconds for the head of a request.
 CONNECTIONS, IN_WORK, HEAD_SECONDS = 256, 64, 10.0

@@ -102,7 +102,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("runs on a cluster need Ray: pip install ratp[ray]") from error
+        raise ConfigError('runs on a cluster need Ray: pip install "ratp-cdsl[ray]"') from error
     return ray
 
 

@@ -295,7 +295,7 @@ def timm_library() -> ModuleType:
     try:
         return importlib.import_module("timm")
     except ImportError as error:
-        raise ConfigError('backbones timm:NAME need timm, which is not here: pip install "ratp[timm]".') from error
+        raise ConfigError('backbones timm:NAME need timm, which is not here: pip install "ratp-cdsl[timm]".') from error
 
 
 def _check_timm_name(name: str) -> None:

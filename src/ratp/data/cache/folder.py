@@ -32,8 +32,6 @@ def _user_cache() -> Path:
     xdg = os.environ.get("XDG_CACHE_HOME")
     if xdg and Path(xdg).is_absolute():
         return Path(xdg)
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local)
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
 
 

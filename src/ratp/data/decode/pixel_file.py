@@ -87,9 +87,9 @@ def memory_file() -> int:
 
 
 def free_memory() -> int:
-    """Returns the bytes of memory that are available without swapping."""
+    """Returns the bytes of memory that are available without swapping, or half of all memory outside Linux."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
