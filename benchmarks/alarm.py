@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -245,9 +246,11 @@ def measure_costs(rounds: int) -> dict[str, Any]:
     tent = {"replay": "none", "eval_bn": "running"}
     request = RunRequest("demo", "tent", seed=SEED, changes=values | tent, device="cpu", weights="none", guard="off")
     plan = resolve(request)
+    whole = plan.spec.load
 
     def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        return [LoadedDomain(part(item, 400)) for item in plan.spec.load(codes, size, options)[:2]]
+        parts = zip(whole(codes, size, options), (5 * WINDOW, WINDOW), strict=True)
+        return [LoadedDomain(part(item, most)) for item, most in parts]
 
     plan = replace(plan, spec=replace(plan.spec, load=load), order=plan.order[:2])
     source = plan.load_stream().tests[0]
@@ -260,33 +263,42 @@ def measure_costs(rounds: int) -> dict[str, Any]:
             return ratios(model, method, source.images[:WINDOW], rounds)
 
 
-def ratios(model: Deployment, method: OnlineNetwork, images: Tensor, rounds: int) -> dict[str, Any]:
-    """Measures a deployment and the bare method and network in turns; returns medians of the ratios."""
+def ratios(model: Deployment, method: OnlineNetwork, images: Tensor, rounds: int) -> dict[str, float]:
+    """Measures a deployment, the method's own step and the bare network in turns; returns medians of the ratios."""
 
     def bare() -> Tensor:
         with torch.no_grad():
             return method.network(method.scaling(images)).logits
 
-    works: dict[str, Callable[[], object]] = {
-        "step": lambda: method.observe(images),
-        "network": bare,
-        "predict": lambda: model.predict(images),
-        "observe": lambda: model.observe(images),
-        "observe, drifted": lambda: model.observe(255 - images),
+    step, network = partial(method.observe, images), bare
+    usual = timed({"step": step, "network": network, "predict": partial(model.predict, images)}, rounds)
+    watching = timed({"step": step, "observe": partial(model.observe, images)}, rounds)
+    drifted = timed({"step": step, "observe": partial(model.observe, 255 - images)}, rounds)
+    assert model.level in ("drifted", "foreign"), "images in negative must raise the alarm"
+    return {
+        "predict / network": ratio(usual, "predict", "network"),
+        "observe / step": ratio(watching, "observe", "step"),
+        "observe while drifted / step": ratio(drifted, "observe", "step"),
+        "step / network": ratio(usual, "step", "network"),
     }
-    found: list[dict[str, float]] = []
+
+
+def timed(works: Mapping[str, Callable[[], object]], rounds: int) -> list[dict[str, float]]:
+    """Measures CPU seconds of several things in turns, after one round to warm up."""
+    found = []
     for _ in range(rounds + 1):
         taken = {}
         for name, work in works.items():
             start = time.process_time()
             work()
             taken[name] = time.process_time() - start
-        assert model.level in ("drifted", "foreign"), "images in negative must raise the alarm"
-        model.observe(images), model.observe(images)  # the level is fine again
         found.append(taken)
-    pairs = [("predict", "network"), *((name, "step") for name in works if name.startswith("observe"))]
-    pairs += [(name, "network") for name in works if name.startswith("observe")]
-    return {f"{a} / {b}": round(median(row[a] / row[b] for row in found[1:]), 3) for a, b in pairs}
+    return found[1:]
+
+
+def ratio(found: Sequence[Mapping[str, float]], name: str, by: str) -> float:
+    """Returns the median ratio of two of them."""
+    return round(median(row[name] / row[by] for row in found), 3)
 
 
 def summarise(row: Mapping[str, Any]) -> str:
