@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,13 +21,13 @@ from torch import Tensor
 from ratp._core.environment import Randomness
 from ratp.config import override
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
-from ratp.deploy.drift import LEAST_IMAGES, Level, Reference, Window
+from ratp.deploy.drift import LEAST_IMAGES, WINDOW, Level, Reference, Window
 from ratp.deploy.model import Model
 from ratp.deploy.observer import Observer, recent_images
 from ratp.deploy.settings import Settings
 from ratp.deploy.store import Store, Version
 from ratp.errors import ConfigError, RatpError, TrainingError, brief
-from ratp.guard.watch import Watch, recognition_of
+from ratp.guard.watch import Predictions, Watch, gain, recognition
 from ratp.runs.load import LoadedRun, load
 from ratp.training.finite import lost_weights
 from ratp.training.method import Method
@@ -327,7 +327,9 @@ class Deployment:
         loaded.method.load_state(state)
         self._loaded, self._references = loaded, references
         self._model = Model(loaded.method, number)
-        self._observer = Observer(references, self._source().images, self._recognition)
+        source = self._source().images
+        self._source_gain = cache(lambda: gain(loaded.method, source[:WINDOW], _randomness(loaded)))
+        self._observer = Observer(references, source, self._recognition)
 
     def _observation(
         self, model: Model, probabilities: Tensor, windows: Sequence[tuple[Window, tuple[str, ...]]] = ()
@@ -343,9 +345,8 @@ class Deployment:
             self.adapting,
         )
 
-    def _recognition(self, images: Tensor) -> float | None:
-        known = self._source().images[: len(images)]
-        return recognition_of(self._model.method, images, known, _randomness(self._loaded))
+    def _recognition(self, images: Tensor, found: Predictions) -> float | None:
+        return recognition(gain(self._model.method, images, _randomness(self._loaded), found), self._source_gain())
 
     def _keep_result(self, domain: UnlabelledDomain) -> None:
         try:

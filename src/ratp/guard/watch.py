@@ -12,7 +12,7 @@ limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -176,8 +176,8 @@ class Watch:
         in_source = picture_structure(self._source)
         self._structure = picture_structure(self._domain) / in_source if in_source > LEAST_STRUCTURE else 1.0
         self._before = self._view(method)
-        seen = (self._before.domain, self._domain), (self._before.source, self._source)
-        self._recognition = _recognition_of(method, seen, randomness)
+        in_domain = gain(method, self._domain, randomness, self._before.domain)
+        self._recognition = recognition(in_domain, gain(method, self._source, randomness, self._before.source))
 
     def judge(self, method: Method) -> Verdict | None:
         """Returns the verdict on the stage, after it; None if predictions are not finite, which others report."""
@@ -213,20 +213,14 @@ def _predict(method: Method, images: Tensor, *, embed: bool = False) -> Predicti
     return Predictions(probabilities, None if embedding is None else embedding.float().cpu())
 
 
-def recognition_of(method: Method, domain: Tensor, source: Tensor, randomness: Randomness) -> float | None:
-    """Returns how well a model recognises images of a domain, relative to source images; None if it cannot be told."""
-    seen = [(_predict(method, images), images) for images in (domain, source)]
-    return _recognition_of(method, seen, randomness)
+def gain(method: Method, images: Tensor, randomness: Randomness, whole: Predictions | None = None) -> float:
+    """Returns how much more confident a model is of whole images than of the same images broken.
 
-
-def _recognition_of(method: Method, seen: Sequence[tuple[Predictions, Tensor]], randomness: Randomness) -> float | None:
-    domain, source = (_gain(method, *item, randomness.generator("guard", "pieces")) for item in seen)
-    return recognition(domain, source)
-
-
-def _gain(method: Method, whole: Predictions, images: Tensor, generator: torch.Generator) -> float:
-    """Returns how much more confident a model is of whole images than of the same images broken."""
-    parts = [_predict(method, part).confidence for part in broken(images, generator)]
+    ``whole`` is what it predicts for them, if that is known.
+    """
+    whole = whole or _predict(method, images)
+    pieces = broken(images, randomness.generator("guard", "pieces"))
+    parts = [_predict(method, part).confidence for part in pieces]
     return whole.confidence - sum(parts) / len(parts) if parts else 0.0
 
 
