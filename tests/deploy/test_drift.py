@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ratp.deploy.drift import WINDOW, Alarm, Pending, Reference, nearest
+from ratp.deploy.observer import FEW, Observer
 from ratp.errors import RatpError
 from ratp.guard.watch import Predictions
 
@@ -89,3 +90,21 @@ def test_windows_have_one_size_whatever_arrives():
         cut += pending.add(images[rows], part, [str(k) for k in rows.tolist()])
     assert [part.names for part in cut] == [tuple(map(str, range(k, k + WINDOW))) for k in (0, 64, 128)]
     assert torch.equal(torch.cat([part.images for part in cut]), images[:192])
+
+
+def test_recognition_is_checked_on_few_images_of_drifted_windows_and_averaged():
+    asked, recognised = [], iter([0.5, 0.0, 0.0, 0.0, -0.3])
+
+    def recognition(images, found):
+        asked.append((len(images), len(found.probabilities)))
+        return next(recognised)
+
+    observer = Observer([reference()], torch.zeros(64, 3, 8, 8, dtype=torch.uint8), recognition)
+    levels = []
+    for seed, shift in enumerate([0.0, 3.0, 3.0, 3.0, 3.0, 3.0]):
+        observer.observe(
+            torch.zeros(WINDOW, 3, 8, 8, dtype=torch.uint8), predictions(WINDOW, seed, shift=shift), "x" * 64
+        )
+        levels.append(observer.level)
+    assert levels == ["fine", "drifted", "drifted", "drifted", "drifted", "foreign"]  # of the last four windows
+    assert asked == [(FEW, FEW)] * 5
