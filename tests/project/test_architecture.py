@@ -72,7 +72,7 @@ LIBRARIES = {
     "trackio": {"runs.track"},
     "timm": set(),  # by name, in a function: see networks.backbones
 }
-MODULES_OF_A_RUN = 45
+MODULES_OF_A_RUN = 49
 PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 

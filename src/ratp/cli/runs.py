@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -164,8 +165,9 @@ def run(
 
     given = {"epochs": epochs, "steps": steps, "batch": batch, "size": size, "lr": lr, "memory": memory}
     request_changes = opt.parse_changes(changes, {**given, "backbone": backbone}, problems)
-    in_file = split_file(request_changes.get("network.backbone", "")) is not None
-    own_backbone = request_changes.pop("network.backbone") if in_file else None
+    own_backbone = None
+    if (named := request_changes.get("network.backbone")) and split_file(named):
+        own_backbone = request_changes.pop("network.backbone")
     at_once = parse_jobs(jobs, problems)
     if not save_every >= 0:
         problems.append(f"--save-every takes seconds, 0 or more, got {save_every:g}; e.g. --save-every 60.")
@@ -190,7 +192,7 @@ def run(
     from ratp.runs.run import Run
     from ratp.studies.execute import find_executor
 
-    problems += problems_of(track)
+    problems += problems_of(track) if track else []
     first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
@@ -247,7 +249,7 @@ def run(
     if dry_run:
         return
     if len(plans) > 1:
-        with track_all(several, track) as tracking:
+        with track_all(several, track) if track else nullcontext() as tracking:
             executor = find_executor(devices=devices)
             _run_several(several, out, at_once, executor, quiet=quiet, json_=json_, tracking=tracking)
         return
@@ -257,7 +259,7 @@ def run(
     from ratp.runs.plan import with_current_defaults
 
     weights_of_stages = planned[0].weights if planned else None
-    with track_all([current], track) as tracking:
+    with track_all([current], track) if track else nullcontext() as tracking:
         follow(current, stderr(), quiet=quiet or json_, weights=weights_of_stages, also=tracking and tracking.see)
     record = current.record()
     if json_:

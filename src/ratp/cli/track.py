@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from ratp.cli.console import say
@@ -13,19 +12,15 @@ if TYPE_CHECKING:
     from ratp.runs.track import Tracking
 
 
-def problems_of(trackers: Sequence[str] | None) -> list[str]:
+def problems_of(trackers: Sequence[str]) -> list[str]:
     """Returns a sentence for every tracker that cannot be used."""
-    if not trackers:
-        return []
     from ratp.runs.track import check_trackers
 
     return check_trackers(trackers)
 
 
-def track_all(runs: Sequence[Run], trackers: Sequence[str] | None) -> AbstractContextManager[Tracking | None]:
-    """Logs runs within the block, if there are trackers."""
-    if not trackers:
-        return nullcontext()
+def track_all(runs: Sequence[Run], trackers: Sequence[str]) -> Tracking:
+    """Logs runs within a block."""
     from ratp.runs.track import Tracking
 
     return Tracking(runs, trackers)
