@@ -41,6 +41,12 @@ def test_the_run_says_everything_else():
     assert "nothing to train" in assert_ok(after()).err
 
 
+def test_the_plan_says_that_only_the_new_domain_is_trained_on():
+    plan = assert_ok(after("--dry-run")).out
+    assert "in all, only on fog" in plan
+    assert "reusing a source network" not in plan
+
+
 @pytest.mark.parametrize("gone", ["day", "rain"])
 def test_old_images_may_be_gone(gone):
     shutil.rmtree(gone)

@@ -53,6 +53,9 @@ def start(tmp_path, *words):
         (("run", "--steps"), 2),
         (("run", "demp"), 2),
         (("run", "demo", "-m", "rapt"), 2),
+        (("run", "demo", "-m", "rapt", "--preset", "quick", "--seed", "1", "--weights", "none"), 2),
+        (("run", "demo", "--device", "gpu"), 2),
+        (("run", "folders", "--source", "day", "--targets", "rain"), 2),
     ],
 )
 def test_it_imports_no_torch(tmp_path, words, code):
@@ -64,6 +67,17 @@ def test_an_unknown_stream_and_method_are_reported_together(tmp_path):
     assert (code, heavy) == (2, ["False"] * 3)
     assert "Did you mean 'demo'?" in errors
     assert "Did you mean 'ratp'?" in errors
+
+
+def test_missing_folders_and_an_unknown_device_are_reported_together(tmp_path):
+    (tmp_path / "day").mkdir()
+    words = ("run", "folders", "--source", "day", "--targets", "rain", "night", "--device", "gpu")
+    code, heavy, errors = start(tmp_path, *words)
+    assert (code, heavy) == (2, ["False"] * 3)
+    assert "Did you mean 'cuda'?" in errors
+    assert "rain does not exist" in errors
+    assert "night does not exist" in errors
+    assert "day does not exist" not in errors
 
 
 def test_with_further_settings_all_mistakes_are_reported_together(tmp_path):

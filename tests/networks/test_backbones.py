@@ -71,6 +71,23 @@ class TestResNets:
         assert {n: t.shape for n, t in expected_tensors(name).items()} == shapes
         assert list(make_backbone(name)[0].state_dict()) == list(shapes)
 
+    @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+    def test_a_seed_gives_the_weights_of_torchvision(self, name):
+        import torchvision
+
+        torch.manual_seed(7)
+        found, after = make_backbone(name)[0].state_dict(), torch.rand(1)
+        torch.manual_seed(7)
+        expected = getattr(torchvision.models, name)().state_dict()
+        assert after == torch.rand(1)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+    def test_building_one_does_not_import_torchvision(self):
+        code = "import sys; from ratp.networks.backbones import make_backbone; make_backbone('resnet18'); "
+        code += "print([name for name in ('torchvision', 'torch._dynamo') if name in sys.modules])"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == "[]"
+
     def test_features_are_what_torchvision_classifies(self):
         import torchvision
 

@@ -63,7 +63,8 @@ class TestLoad:
         found = ratp.load(runs / "ratp").predict_files(
             tmp_path, on_bad="skip", progress=lambda *at: reported.append(at)
         )
-        ((file, label, share),) = found.predictions
+        ((file, label, share),) = found
+        assert found[0] == found.predictions[0]
         assert (file, [name for name, _ in found.left_out]) == (str(tmp_path / "a.png"), [str(tmp_path / "b.png")])
         assert label in ratp.load(runs / "ratp").classes
         assert 0 < share <= 1

@@ -128,6 +128,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("request_", "expected"),
         [
+            ({"changes": {"learning_rate": 0.1}}, ["unknown switch 'learning_rate'. Did you mean 'lr'?"]),
             ({"stream": "dmo"}, ["unknown stream 'dmo'", "Did you mean 'demo'?", "Valid: demo"]),
             ({"method": "RATP"}, ["unknown method 'RATP'", "Did you mean 'ratp'?", ", source-only", ".py file"]),
             ({"method": "source_only"}, ["unknown method 'source_only'", "Did you mean 'source-only'?"]),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 
+DEVICES = ("auto", "cpu", "cuda")
 Precision = Literal["fp32", "tf32", "bf16"]
 _FIRST_WITH_TF32 = (8, 0)
 _lock = Lock()
@@ -41,22 +42,26 @@ _exact = 0
 
 def find_device(name: str) -> torch.device:
     """Returns the device called ``name``; ``auto`` is a GPU if there is one."""
+    if name.partition(":")[0] not in DEVICES:
+        raise _unknown_device(name)
     import torch
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        is_gpu = name.lower().startswith("gpu")  # which looks most like "cpu"
-        meant = f"unknown device {name!r}. Did you mean 'cuda'? Valid: auto, cpu, cuda." if is_gpu else ""
-        raise ConfigError(meant or unknown("device", name, ("auto", "cpu", "cuda")))
+    except RuntimeError as error:
+        raise _unknown_device(name) from error
     available = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= available:
         raise ConfigError(f"device {name!r} is not available: {available} CUDA device(s) found. Use cpu or auto.")
     return device
+
+
+def _unknown_device(name: str) -> ConfigError:
+    is_gpu = name.lower().startswith("gpu")  # which looks most like "cpu"
+    meant = f"unknown device {name!r}. Did you mean 'cuda'? Valid: {', '.join(DEVICES)}." if is_gpu else ""
+    return ConfigError(meant or unknown("device", name, DEVICES))
 
 
 def find_precision(requested: str, device: torch.device) -> Precision:

@@ -175,8 +175,10 @@ def _steps(planned: Sequence[Planned]) -> str:
     found = [item.estimate for item in planned if item.estimate is not None]
     if not found:
         return each
-    reused = ", reusing a source network" if any(item.reused for item in found) else ""
-    return f"{each}; {sum(item.steps for item in found):,} in all{reused}"
+    first = min(item.first for item in planned)
+    only = f", only on {', '.join(planned[0].run.stream.order[first:])}" if first else ""
+    reused = ", reusing a source network" if any(item.reused for item in found) and not first else ""
+    return f"{each}; {sum(item.steps for item in found):,} in all{only}{reused}"
 
 
 def _time(planned: Sequence[Planned], seconds: float) -> str:

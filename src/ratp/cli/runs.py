@@ -28,13 +28,14 @@ from ratp.cli.console import (
     stderr,
     stdout,
 )
+from ratp.cli.early import refuse_unknown
 from ratp.cli.run_file import save
 from ratp.cli.track import problems_of, say_tracked, track_all
 from ratp.errors import ConfigError, RatpError
-from ratp.methods import METHODS, find_method
+from ratp.methods import METHODS
 from ratp.runs import DEFAULT_PRESET, QUICK, SAVE_EVERY
 from ratp.runs.record import CONTINUED, RunRecord
-from ratp.streams import FOLDERS, STREAMS, find_stream, is_folder
+from ratp.streams import FOLDERS, STREAMS
 
 if TYPE_CHECKING:
     from ratp.runs.plan import RunPlan
@@ -175,18 +176,12 @@ def run(
     combinations = list(product(dict.fromkeys(methods), orders or ["default"], seeds or ["2022"]))
     if after is not None and len(combinations) > 1:
         problems.append("--after continues from one run: give one method, one order and one seed.")
-    others = (
-        problems,
-        request_changes,
-        orders,
-        seeds,
-        unlabelled,
-        after,
-        preset != DEFAULT_PRESET,
-        on_bad_image != "stop",
-    )
-    if not any(others) and (weights, guard, device, precision, extra_classes) == (*["auto"] * 4, "stop"):
-        _refuse_unknown(stream, methods or [])
+    unchecked = (problems, request_changes, orders, unlabelled, after, preset not in PRESETS, on_bad_image != "stop")
+    seeds_are_numbers = all(seed.isdecimal() for seed in seeds or ())
+    usual = (guard, precision, extra_classes) == ("auto", "auto", "stop") and seeds_are_numbers
+    if not any(unchecked) and usual and (weights in ("auto", "none", "imagenet") or Path(weights).is_file()):
+        folders = [path for path in (source, *(targets or ())) if path is not None]
+        refuse_unknown(stream, methods, device, folders)
 
     from ratp.runs.request import RunRequest
     from ratp.runs.run import Run
@@ -394,22 +389,6 @@ def prepare_all(plans: Sequence[RunPlan], folders: Sequence[Path], **how: Any) -
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
-
-
-def _refuse_unknown(stream: str, methods: Sequence[str]) -> None:
-    """Raises ConfigError if there is no such stream or method, which is known before torch is loaded."""
-    problems: list[str] = []
-    for find, name, known in (
-        (find_stream, stream, stream in (*STREAMS, FOLDERS) or stream.endswith(".toml") or is_folder(Path(stream))),
-        *((find_method, name, name in (*METHODS, "all") or name.endswith(".py")) for name in methods),
-    ):
-        try:
-            if not known:
-                find(name)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _default_folder(plan: RunPlan, *, continued: bool = False) -> Path:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ratp.errors import ConfigError, unknown
 from ratp.functional import kernels
 from ratp.functional.norm import BatchNorm2d
+from ratp.networks.resnet import resnet
 
 TIMM, TORCHVISION = "timm:", "torchvision:"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -102,12 +103,6 @@ def dtn(width: float = 1.0) -> DTN:
     return DTN(*layers, nn.Flatten())
 
 
-def _resnet(name: str) -> nn.Module:
-    from ratp.networks.resnet import resnet  # torchvision takes seconds
-
-    return resnet(name)
-
-
 @dataclass(frozen=True)
 class Backbone:
     """One entry of the registry."""
@@ -127,9 +122,9 @@ _DIGITS: PretrainedInput = 32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 REGISTRY: dict[str, Backbone] = {
     # Below these sides, little more than padding reaches DTN's last block; above, its features are too many.
     "dtn": Backbone(dtn, usual=_DIGITS, scalable=True, sides=range(8, 257)),
-    "resnet18": Backbone(partial(_resnet, "resnet18"), 512, _IMAGENET, pretrained=True),
-    "resnet50": Backbone(partial(_resnet, "resnet50"), 2048, _IMAGENET, pretrained=True),
-    "resnet101": Backbone(partial(_resnet, "resnet101"), 2048, _IMAGENET, pretrained=True),
+    "resnet18": Backbone(partial(resnet, "resnet18"), 512, _IMAGENET, pretrained=True),
+    "resnet50": Backbone(partial(resnet, "resnet50"), 2048, _IMAGENET, pretrained=True),
+    "resnet101": Backbone(partial(resnet, "resnet101"), 2048, _IMAGENET, pretrained=True),
 }
 NAMES = tuple(REGISTRY)
 

@@ -1,23 +1,47 @@
-"""Torchvision's ResNets with addition and ReLU fused into the BatchNorm before them; imported lazily."""
+"""ResNets with addition and ReLU fused into the BatchNorm before them.
+
+Layers, their names and their random weights are those of torchvision, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
 from typing import cast
 
 from torch import Tensor, nn
-from torchvision.models import resnet as library
 
 from ratp.functional.norm import BatchNorm2d
 
 
-class _BasicBlock(library.BasicBlock):  # type: ignore[misc]
+def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+
+
+class _BasicBlock(nn.Module):
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(inputs, width, 3, stride), BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3), BatchNorm2d(width)
+        self.downsample = downsample
+
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
         out = self.bn1(self.conv1(x), relu=True)
         return cast(Tensor, self.bn2(self.conv2(out), add=identity, relu=True))
 
 
-class _Bottleneck(library.Bottleneck):  # type: ignore[misc]
+class _Bottleneck(nn.Module):
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1, self.bn1 = _conv(inputs, width, 1), BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3, stride), BatchNorm2d(width)
+        self.conv3, self.bn3 = _conv(width, outputs, 1), BatchNorm2d(outputs)
+        self.downsample = downsample
+
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
         out = self.bn1(self.conv1(x), relu=True)
@@ -25,14 +49,39 @@ class _Bottleneck(library.Bottleneck):  # type: ignore[misc]
         return cast(Tensor, self.bn3(self.conv3(out), add=identity, relu=True))
 
 
-class _ResNet(library.ResNet):  # type: ignore[misc]
+class _ResNet(nn.Module):
+    layer1: nn.Module
+    layer2: nn.Module
+    layer3: nn.Module
+    layer4: nn.Module
+
+    def __init__(self, block: type[_BasicBlock | _Bottleneck], depths: list[int]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2d(64)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        inputs = 64
+        for number, depth in enumerate(depths):
+            width, blocks = 64 * 2**number, []
+            for place in range(depth):
+                stride, outputs = 2 if number and not place else 1, width * block.expansion
+                same = stride == 1 and inputs == outputs
+                shortcut = None if same else nn.Sequential(_conv(inputs, outputs, 1, stride), BatchNorm2d(outputs))
+                blocks.append(block(inputs, width, stride, shortcut))
+                inputs = outputs
+            self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        nn.Linear(inputs, 1000)  # torchvision's classifier, which draws random numbers before the weights below
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.bn1(self.conv1(x), relu=True))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return cast(Tensor, self.avgpool(x)).flatten(1)
 
 
-_BLOCKS = {
+_BLOCKS: dict[str, tuple[type[_BasicBlock | _Bottleneck], list[int]]] = {
     "resnet18": (_BasicBlock, [2, 2, 2, 2]),
     "resnet50": (_Bottleneck, [3, 4, 6, 3]),
     "resnet101": (_Bottleneck, [3, 4, 23, 3]),
@@ -41,7 +90,4 @@ _BLOCKS = {
 
 def resnet(name: str) -> nn.Module:
     """Builds a ResNet without its classifier, with random weights from torch's generator."""
-    block, layers = _BLOCKS[name]
-    model: nn.Module = _ResNet(block, layers, norm_layer=BatchNorm2d)
-    model.fc = nn.Identity()
-    return model
+    return _ResNet(*_BLOCKS[name])

@@ -7,10 +7,10 @@ It needs neither the training images nor the original request: ``config.json`` h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ class UnfinishedWarning(Note):
 
 
 @dataclass(frozen=True)
-class FilePredictions:
-    """A model's predictions for image files.
+class FilePredictions(Sequence[Prediction]):
+    """A model's predictions for image files: a sequence of file, label and confidence.
 
     Attributes:
         predictions: One for every usable image, in the order of the files.
@@ -66,6 +66,17 @@ class FilePredictions:
     predictions: tuple[Prediction, ...]
     left_out: tuple[Unreadable, ...] = ()
     unsupported: tuple[Unreadable, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    @overload
+    def __getitem__(self, place: int) -> Prediction: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Prediction]: ...
+    def __getitem__(self, place: int | slice) -> Prediction | Sequence[Prediction]:
+        """Returns one prediction, or some of them."""
+        return self.predictions[place]
 
 
 @dataclass(frozen=True, eq=False)

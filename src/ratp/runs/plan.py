@@ -40,6 +40,8 @@ from ratp.training.source_cache import AdoptedSource, SourceModels
 
 T = TypeVar("T")
 NO_WEIGHTS, PUBLISHED = "none", "imagenet"
+# What other libraries call the sizes of a recipe.
+_OTHER_NAMES = {"learning_rate": "lr", "batch_size": "batch", "image_size": "size", "num_epochs": "epochs"}
 
 
 @dataclass(frozen=True)
@@ -454,6 +456,8 @@ def _change(recipe: Recipe, possible: Sequence[Any], changes: Mapping[str, Any])
 
 def _unknown_switch(name: str, valid: Sequence[str]) -> str:
     """Says that there is no such switch; suggests the nearest, or those with a last part like that of the name."""
+    if name in _OTHER_NAMES:
+        return f"unknown switch {name!r}. Did you mean {_OTHER_NAMES[name]!r}?"
     by_last: dict[str, list[str]] = {}
     for known in valid:
         by_last.setdefault(known.rpartition(".")[2], []).append(known)
