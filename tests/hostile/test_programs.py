@@ -45,6 +45,19 @@ def test_programs_of_a_study(mark, command, named):
         assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    "named",
+    ['method = ["m.py"]', 'method = "m.py"', 'backbone = "m.py:Net"', '[run.set]\nnetwork.backbone = "m.py:Net"'],
+)
+def test_programs_of_a_run_file(mark, named):
+    Path("run.toml").write_text(f'[run]\nstream = "demo"\n{named}\n')
+    done = ratp("run", "run.toml", "--dry-run")
+    assert not mark.exists() and done.code == 2
+    assert "names a program, m.py" in done.err and "name it on the command line" in done.err
+    ratp("run", "run.toml", "--dry-run", "--method", "m.py")
+    assert mark.exists() or "backbone" in named
+
+
 @pytest.mark.faults(29, "with --trust-methods, `study run` runs the programs that a study names")
 def test_programs_of_a_trusted_study(mark):
     done = ratp("study", "run", study_file(Path(), grid('methods = ["m.py"]')), "--trust-methods")

@@ -67,7 +67,12 @@ def _words(path: Path, table: Any, options: Sequence[Any], given: set[str]) -> l
     for name, value in table.items():
         if name in given or name not in known:
             continue
-        if isinstance(value, dict) and name == "set":
+        if program := _program(name, value):
+            problems.append(
+                f"{path.name} names a program, {program}. Read it, then name it on the command line: "
+                f"--{'backbone' if name == 'set' else name} {program}"
+            )
+        elif isinstance(value, dict) and name == "set":
             words += [f"--set={key}={_text(item)}" for key, item in flat(value).items()]
         elif isinstance(value, bool):
             off = known[name].secondary_opts
@@ -81,6 +86,15 @@ def _words(path: Path, table: Any, options: Sequence[Any], given: set[str]) -> l
     if problems:
         raise ConfigError(problems)
     return words
+
+
+def _program(name: str, value: Any) -> str | None:
+    """The file of Python code that an option names, if any: no file may have another one executed."""
+    if name not in ("method", "backbone", "set"):
+        return None
+    values = [flat(value).get("network.backbone", "")] if isinstance(value, dict) else value
+    texts = map(_text, values if isinstance(values, list) else [values])
+    return next((text for text in texts if text.rpartition(":")[0].endswith(".py") or text.endswith(".py")), None)
 
 
 def _text(value: Any) -> str:
