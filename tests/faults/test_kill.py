@@ -47,7 +47,7 @@ def test_killed_at_twenty_points(warm, command, undisturbed, tmp_path):
 @pytest.mark.parametrize("kind", ["cut", "gone"])
 def test_killed_and_state_damaged(warm, command, undisturbed, kind, tmp_path):
     folder = tmp_path / "run"
-    killed = warm.run(*command, "--out", folder, within=folder, at=undisturbed.points * 9 // 10)
+    killed = warm.run(*command, "--out", folder, within=folder, at=undisturbed.points * 7 // 10)
     assert killed.code == KILLED, killed
     state = folder / "state.safetensors"
     os.truncate(state, state.stat().st_size // 2) if kind == "cut" else state.unlink()

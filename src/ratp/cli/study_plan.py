@@ -55,11 +55,14 @@ def show_study_plan(
 
 
 def _planned(entries: Sequence[Entry]) -> list[Planned | None]:
-    """An estimate for every entry; None where there is none. Images are forgotten again."""
+    """An estimate for every entry; None where there is none. Images are forgotten again.
+
+    There is none for methods from files: their code runs only where the runs are executed.
+    """
     started = time.perf_counter()
     by_settings: dict[str, Planned | None] = {}
     for entry in entries:
-        if entry.settings in by_settings or time.perf_counter() - started > _MOST_SECONDS:
+        if not entry.plan.is_built_in or entry.settings in by_settings or time.perf_counter() - started > _MOST_SECONDS:
             continue
         by_settings[entry.settings] = None
         run = Run(entry.plan, entry.folder, reuse_source=True, wait=True)
