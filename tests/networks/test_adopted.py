@@ -138,6 +138,29 @@ class TestRuns:
         refused = ratp(*words(folders, "--size", "64", "--weights", "imagenet", "--out", tmp_path / "run"))
         assert refused.code == 2 and "leave out size, weights" in refused.err
 
+    def test_another_model_is_named(self, folders, tmp_path):
+        assert ratp(*words(folders, "-m", "source-only", "--out", tmp_path / "run")).code == 0
+        torch.manual_seed(1)
+        other = timm.create_model("test_resnet", num_classes=4)
+        path = tmp_path / "other.safetensors"
+        adopt(other, CLASSES, backbone="timm:test_resnet", size=32).save(path)
+        again = words(folders, "-m", "source-only", "--out", tmp_path / "run", "--model", path)
+        assert "It differs in adopted" in ratp(*again).err
+
+    def test_a_file_of_options_finds_it_from_anywhere(self, folders, tmp_path, monkeypatch):
+        monkeypatch.chdir(folders)
+        model = ["--model", "model.safetensors", "--source", "day", "--targets", "rain", "-m", "source-only"]
+        assert ratp("run", "folders", *model, "--save-config", tmp_path / "run.toml").code == 0
+        monkeypatch.chdir(tmp_path)
+        assert ratp("run", "run.toml", "--dry-run").code == 0
+
+    @pytest.mark.filterwarnings("ignore:continues")
+    def test_the_next_domain_needs_neither_model_nor_source(self, folders, tmp_path):
+        assert ratp(*words(folders, "-m", "source-only", "--out", tmp_path / "run")).code == 0
+        write_files(tmp_path / "fog", image_files(count=4, seed=2))
+        after = ["--after", tmp_path / "run", "--targets", tmp_path / "fog", "--out", tmp_path / "next"]
+        assert ratp("run", *after, "--device", "cpu", "--quiet").code == 0
+
     def test_other_classes(self, folders, tmp_path):
         write_files(tmp_path / "day", image_files(["cat", "dog"], count=4))
         refused = ratp(*words(folders)[:5], tmp_path / "day", *words(folders)[6:], "--out", tmp_path / "run")

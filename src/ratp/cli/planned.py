@@ -136,7 +136,7 @@ def print_plan(planned: Sequence[Planned], seconds: float, console: Console) -> 
     parameters, trained = _parameters(run)
     network = f"{plan.recipe.network.backbone}, {_millions(parameters)} parameters"
     network += f", {_millions(trained)} of them trained" if trained != parameters else ""
-    size, weights = plan.recipe.size, plan.weights.name if plan.weights else "random"
+    size, weights = plan.recipe.size, plan.weights.name if plan.weights else "adopted" if plan.adopted else "random"
     methods = dict.fromkeys(item.run.plan.method.name for item in planned)
     seeds = dict.fromkeys(str(item.run.plan.seed) for item in planned)
     device = f"{plan.device.type}: {device_name(plan.device)}"
@@ -178,6 +178,7 @@ def _steps(planned: Sequence[Planned]) -> str:
     first = min(item.first for item in planned)
     only = f", only on {', '.join(planned[0].run.stream.order[first:])}" if first else ""
     reused = ", reusing a source network" if any(item.reused for item in found) and not first else ""
+    reused = ", none of them on the source" if planned[0].run.plan.adopted and not first else reused
     return f"{each}; {sum(item.steps for item in found):,} in all{only}{reused}"
 
 

@@ -19,7 +19,7 @@ from ratp.errors import ConfigError, unknown
 from ratp.methods import METHODS
 from ratp.streams import STREAMS, is_folder
 
-_PATHS = ("source", "targets", "unlabelled", "data", "after", "out")
+_PATHS = ("source", "targets", "unlabelled", "data", "after", "out", "model")
 _NOT_SAVED = ("save-config", "dry-run", "help")
 
 

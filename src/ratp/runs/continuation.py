@@ -126,7 +126,9 @@ class EarlierRun:
             problems.append(f"{folder} has all of {requested}: there is no further domain to train on.")
         elif not is_start_of(there["order"], config["order"]):
             problems.append(f"the requested order, {requested}, does not begin with that of {folder}, {known}.")
-        same = ("stream", "order", "after", *(("guard",) if config["order"][0] in config.get("gone", ()) else ()))
+        # the state holds the adopted network, which is therefore not needed again
+        same = ["stream", "order", "adopted", "after"]
+        same += ["guard"] if config["order"][0] in config.get("gone", ()) else []
         choices = [item for item in differing_choices(there, config) if item.name not in same]
         problems += [f"{folder} has another {item.name}: {item}." for item in choices]
         settings = differing_settings(there, config)

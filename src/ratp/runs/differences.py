@@ -25,10 +25,10 @@ class Difference(NamedTuple):
 
 
 def differing_choices(there: Config, here: Config) -> list[Difference]:
-    """Compares everything but settings and images: stream, order, method, seed, weights, guard, earlier run."""
+    """Compares everything but settings and images: stream, order, method, seed, weights, guard, model, earlier run."""
     return [
         Difference(name, _in_words(name, there.get(name)), _in_words(name, here.get(name)))
-        for name in ("stream", "order", "method", "seed", "weights", "guard", "after")
+        for name in ("stream", "order", "method", "seed", "weights", "guard", "adopted", "after")
         if _comparable(there.get(name)) != _comparable(here.get(name))
     ]
 
