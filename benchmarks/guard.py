@@ -13,7 +13,8 @@ Whether a stage did harm is measured with labels, which the guard does not see: 
 chance of the domains before is gone. Networks are narrow and stages short, for CPUs (``CASES``). Needs the images of
 ``digits`` and ``pacs`` (``$RATP_DATA``).
 
-Prints a table and writes ``benchmarks/guard.json``, of which ``tools/docs.py`` makes the tables in ``docs/guard.md``.
+Prints a table and writes ``benchmarks/guard.json``, of which ``tools/docs.py`` makes the tables in
+``docs/explanation/guard.md``.
 """
 
 from __future__ import annotations

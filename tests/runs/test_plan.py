@@ -415,7 +415,7 @@ class TestImagesInMemory:
 
     def test_guide_example_works(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        guide = Path(__file__).parents[2] / "docs" / "your-own-images.md"
+        guide = Path(__file__).parents[2] / "docs" / "tutorials" / "your-own-images.md"
         snippets = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
         (snippet,) = (text for text in snippets if "ratp.Run(" in text)
         kernels = '"steps": 1, "randmix.kernel_sizes": "3,5"'  # for the sake of time
