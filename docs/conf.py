@@ -11,7 +11,6 @@ project = "ratp"
 version = release = ratp.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 highlight_language = "text"
-smartquotes = False  # or --set becomes –set
 
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 4

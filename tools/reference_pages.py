@@ -88,7 +88,7 @@ def _api_page(title: str, about: str, names: str) -> str:
         item = getattr(ratp, name)
         lines += [f".. auto{'class' if isclass(item) else 'function'}:: {name}"]
         if isclass(item):
-            lines += ["   :members:", "   :show-inheritance:"]
+            lines += ["   :members:", *["   :show-inheritance:"][: item.__bases__ != (object,)]]
         lines.append("")
     return "\n".join([*lines, "```", ""])
 
@@ -114,12 +114,17 @@ def _commands(command: Any, name: str, level: int) -> Iterator[str]:
     for word, inner in getattr(command, "commands", {}).items():
         whole = f"{name} {word}"
         usage = [whole, *(_argument(item) for item in inner.params if item.param_type_name == "argument")]
-        yield from ("", f"{'#' * level} {whole}", "", inner.help or "", "")
+        yield from ("", f"{'#' * level} {whole}", "", _with_code(inner.help or ""), "")
         yield from ("```text", f"{' '.join(usage)} [OPTIONS]", "```", "")
         for item in inner.params:
             if not item.hidden:
-                yield from (_option(item), f": {item.help or ''}{_default(item)}", "")
+                yield from (_option(item), f": {_with_code(item.help or '')}{_default(item)}", "")
         yield from _commands(inner, whole, level + 1)
+
+
+def _with_code(text: str) -> str:
+    """A help text whose options are marked as code."""
+    return re.sub(r"(?<![`\w-])--[a-z][\w-]*", r"`\g<0>`", text)
 
 
 def _argument(item: Any) -> str:
