@@ -149,8 +149,9 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     assemble()
     shutil.rmtree(SITE, ignore_errors=True)
-    command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", ROOT / "docs", SOURCE, SITE]
-    sys.exit(subprocess.run([sys.executable, *map(str, command)], check=False).returncode)
+    options = ["--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "-d", "build/site-cache"]
+    command = [sys.executable, "-m", "sphinx", *options, str(SOURCE), str(SITE)]
+    sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
 if __name__ == "__main__":
