@@ -28,6 +28,7 @@ TOP = {
     name: Path("project", f"{name.lower()}.md") for name in ("CHANGELOG", "CONTRIBUTING", "REPRODUCIBILITY", "SECURITY")
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", flags=re.M | re.S)
 
 
@@ -76,27 +77,28 @@ def with_site_links(text: str, path: Path, known: dict[Path, Path]) -> str:
 
 
 def notebook_page(path: Path, known: dict[Path, Path]) -> str:
-    """A notebook as Markdown, with its stored outputs."""
+    """A notebook as Markdown, with its stored outputs, and a link to download it."""
+    folder = SOURCE / known[path].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, folder)
     lines = []
     for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         text = "".join(cell["source"])
         lines += [with_site_links(text, path, known) if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"]
         for index, output in enumerate(cell.get("outputs", ())):
-            picture = SOURCE / known[path].parent / f"{path.stem}-{number}-{index}.png"
-            lines += [_output(output, picture)]
-    return "\n\n".join(lines)
+            lines += [_output(output, folder / f"{path.stem}-{number}-{index}.png")]
+    return "\n\n".join([*lines, f"{{download}}`Download this notebook <{path.name}>`\n"])
 
 
 def _output(output: dict[str, Any], picture: Path) -> str:
     data = output.get("data", {})
     if "image/png" in data:
-        picture.parent.mkdir(parents=True, exist_ok=True)
         picture.write_bytes(base64.b64decode("".join(data["image/png"])))
         return f"![output]({picture.name})"
     if "text/html" in data:
         return re.sub(r"\n\s*\n", "\n", f'<div class="output">\n{"".join(data["text/html"]).strip()}\n</div>')
     text = "".join(output.get("text", data.get("text/plain", output.get("traceback", ()))))
-    return f"```text\n{text.rstrip()}\n```"
+    return f"```{{code-block}} text\n:class: output\n\n{re.sub(COLOUR, '', text).rstrip()}\n```"
 
 
 def toctree(paths: Iterable[Path], caption: str = "") -> str:

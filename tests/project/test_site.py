@@ -91,7 +91,7 @@ def test_notebooks_become_pages_with_their_outputs(tmp_path, monkeypatch):
             "cell_type": "code",
             "source": ["1 + 1"],
             "outputs": [
-                {"data": {"text/plain": ["2"]}},
+                {"data": {"text/plain": ["\x1b[1m2\x1b[0m"]}},
                 {"data": {"image/png": "aGk=", "text/plain": ["<Figure>"]}},
                 {"data": {"text/html": ["<table>\n", "\n", "</table>"]}},
             ],
@@ -102,7 +102,8 @@ def test_notebooks_become_pages_with_their_outputs(tmp_path, monkeypatch):
     index.touch()
     page = build_site.notebook_page(book, {book: Path("a/book.md"), index: Path("index.md")})
     assert "# Title\nSee [this](../index.md)." in page
-    assert "```python\n1 + 1\n```\n\n```text\n2\n```" in page
+    assert "```python\n1 + 1\n```\n\n```{code-block} text\n:class: output\n\n2\n```" in page
     assert "![output](book-1-1.png)" in page
+    assert (tmp_path / "a" / "book.ipynb").read_text() == book.read_text()
     assert (tmp_path / "a" / "book-1-1.png").read_bytes() == b"hi"
     assert "<table>\n</table>" in page
