@@ -88,9 +88,13 @@ def _api_page(title: str, about: str, names: str) -> str:
         item = getattr(ratp, name)
         lines += [f".. auto{'class' if isclass(item) else 'function'}:: {name}"]
         if isclass(item):
-            lines += ["   :members:", *["   :show-inheritance:"][: item.__bases__ != (object,)]]
+            lines += ["   :members:", *["   :show-inheritance:"][: _has_public_base(item)]]
         lines.append("")
     return "\n".join([*lines, "```", ""])
+
+
+def _has_public_base(item: type) -> bool:
+    return any(base.__name__ in ratp.__all__ or issubclass(base, Exception) for base in item.__bases__)
 
 
 def markdown(docstring: str) -> str:
@@ -161,7 +165,7 @@ def _method_page(method: type[Method]) -> str:
     lines += [
         "" if method.paper == "none" else f"*{method.paper}.*",
         "",
-        markdown(rest or first),
+        _linked(markdown(rest or first)),
         "",
         "## Settings",
         "",
@@ -182,9 +186,14 @@ def _method_page(method: type[Method]) -> str:
     return "\n".join(lines)
 
 
+def _linked(text: str) -> str:
+    """A text whose names of pages are links to them."""
+    return re.sub(r"`docs/([\w/-]+\.md)`", r"[\1](../../\1)", text)
+
+
 def _setting(item: Any, value: str, others: Iterable[str] = (), row: str = "") -> list[str]:
     more = f" *{'; '.join(others)}.*" if others else ""
-    kind = "" if item.kind in ("true or false",) else f" ({item.kind})"
+    kind = f" ({item.kind})" if item.kind.startswith("one of") else ""
     return [f"`{item.name}` = `{value}`", f": {item.explanation}{kind}{row}.{more}", ""]
 
 
