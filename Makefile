@@ -5,7 +5,7 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python
 READY := .venv/.ready
 DEV := .venv/.dev
 
-.PHONY: help install demo test test-all test-lowest lint bench results docs clean
+.PHONY: help install demo test test-all test-lowest lint bench results docs site clean
 
 help:
 	@echo "make demo     RaTP and source-only on the embedded stream, with a report (2 to 3 minutes)"
@@ -14,8 +14,10 @@ help:
 	@echo "make test-lowest  a few tests and the demo with the lowest versions in pyproject.toml (downloads up to 4 GB)"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
 	@echo "make bench    time and memory of the demo, start times; the plain reference against the fast path; HTTP"
-	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, and the tables from it"
-	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md; runs the tests of faults"
+	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, tables and figures from it,"
+	@echo "              and the table of faults, whose tests it runs"
+	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md; then the site"
+	@echo "make site     the documentation site, in build/site/index.html"
 	@echo "make clean    remove the virtual environment, runs and caches"
 
 # Without an NVIDIA GPU, uv takes the small CPU build of torch, from an index that it knows itself. PyPI has only the build
@@ -78,11 +80,21 @@ results: $(READY)
 	$(BIN)/ratp demo --seed 2022 --seed 2023 --seed 2024 --out runs/results
 	$(BIN)/ratp report runs/results --export results/demo --quiet
 	$(BIN)/python tools/docs.py
+	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/reliability.py
 
 docs: $(DEV)
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/reproducibility.py
-	$(BIN)/python tools/reliability.py
+	$(MAKE) site
+
+SITE_READY := .venv/.site
+$(SITE_READY): requirements-docs.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirement requirements-docs.txt
+	@touch $(SITE_READY)
+
+site: $(SITE_READY)
+	$(BIN)/python tools/build_site.py
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

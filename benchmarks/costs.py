@@ -5,8 +5,8 @@ times the number of epochs the phase has. An order is then the source's stage an
 targets; measuring on the test images comes on top.
 
 Benchmarks need their images (``--data`` or ``$RATP_DATA``). Prints a table; ``--out`` keeps the numbers with device and
-versions, and ``tools/docs.py`` makes the columns and tables of costs in ``docs/methods.md`` of them. If the file has
-other methods, measured with the same device and versions, they stay in it.
+versions, and ``tools/docs.py`` makes the columns and tables of costs in ``docs/reference/methods.md`` of them. If the
+file has other methods, measured with the same device and versions, they stay in it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ cases ``digits``, ``demo`` and ``pacs`` have narrow networks and short stages, f
 ``trained`` have the streams' own networks, trained well on the source, for GPUs (``CASES``). Needs the images of
 ``digits`` and ``pacs`` (``$RATP_DATA``), and ``trained-pacs`` weights (``$RATP_WEIGHTS``).
 
-Prints a table and writes ``benchmarks/guard.json``, of which ``tools/docs.py`` makes the tables in ``docs/guard.md``.
-With ``--predictions FOLDER`` it also keeps what the models predicted, for setting limits without training again.
+Prints a table and writes ``benchmarks/guard.json``, of which ``tools/docs.py`` makes the tables in
+``docs/explanation/guard.md``. With ``--predictions FOLDER`` it also keeps what the models predicted, for setting limits
+without training again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An own data set, network and loss: `python own_parts.py train`, then `python own_parts.py` (docs/python.md)."""
+"""An own data set, network and loss: `own_parts.py train`, then `own_parts.py` (docs/how-to/python.md)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Self-training: the network's own confident predictions become labels (Lee, 2013); see docs/add-a-method.md."""
+"""Self-training: the network's own confident predictions become labels (Lee, 2013); see docs/how-to/add-a-method.md."""
 
 from dataclasses import dataclass
 

@@ -348,7 +348,7 @@ def main() -> None:
         stale.append(kept.name)
         if not check:
             kept.write_text(new)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         old = path.read_text()
         new = generate(old)
         if new != old:

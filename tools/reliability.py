@@ -1,4 +1,4 @@
-"""Writes the table of docs/reliability.md: every fault, what happens, the tests that show it and how many passed.
+"""Writes the table of docs/explanation/reliability.md: every fault, what happens, which tests show it, how many passed.
 
 The tests are those marked ``faults``; writing the table runs them. ``--check`` runs none: it fails if a fault has no
 test, or if the page names other tests than there are.
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = "docs/reliability.md"
+PAGE = "docs/explanation/reliability.md"
 PATTERN = re.compile(r"(<!-- begin faults -->\n).*?(<!-- end faults -->)", flags=re.S)
 
 FAULTS = {

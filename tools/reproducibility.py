@@ -74,8 +74,8 @@ There are three protocols, which differ only in how a baseline is set up:
 * **same network**: all methods share RaTP's published network, head and optimiser (preset `official`). It is the
   protocol that the summary counts.
 * **own head**: SHOT, SHOT+, SHOT++, GSFDA and BMD each have the head and the optimiser that they were published with
-  (preset `own-head`, [which values](docs/methods.md#source-free-methods-with-their-own-head)); feature extractor,
-  images, steps and memory stay the same.
+  (preset `own-head`, [which values](docs/reference/methods.md#source-free-methods-with-their-own-head)); feature
+  extractor, images, steps and memory stay the same.
 * **momentum**: the source model of the methods that adapt one at test time is trained with momentum 0.9 and Nesterov
   (preset `momentum`), as the paper's appendix says and its published code does not do.
 
@@ -105,7 +105,7 @@ is not reproducible from its description: the paper describes SNR trained with S
   whose convolutions are rounded to 16 bits.
 * DomainNet has not been run, because we do not have its images.
 
-[docs/benchmarks.md](docs/benchmarks.md) has the details, and says which runs used earlier code.
+[Benchmarks](docs/explanation/benchmarks.md) has the details, and says which runs used earlier code.
 """
 
 TWICE = "Main orders are among the ten: their averages are printed in two tables, and counted in both."

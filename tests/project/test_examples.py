@@ -1,4 +1,4 @@
-"""The example method is what docs/add-a-method.md promises."""
+"""The example method is what docs/how-to/add-a-method.md promises."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,7 @@ from ratp.networks.network import Network, NetworkConfig
 from ratp.streams.stream import make_stream
 
 ROOT = Path(__file__).parents[2]
+README, GUIDE = "README.md", "docs/how-to/add-a-method.md"
 EXAMPLE = str(ROOT / "examples" / "self_training.py")
 TINY = {"epochs": 2, "steps": 3, "network.width": 0.1, "batch": 16}
 
@@ -61,7 +62,7 @@ def test_it_starts_from_given_weights(tmp_path):
 
 
 def test_the_guide_quotes_the_example_as_it_is():
-    guide = (ROOT / "docs" / "add-a-method.md").read_text()
+    guide = (ROOT / GUIDE).read_text()
     source = re.sub(r'\n    """Switches.*?"""\n', "", Path(EXAMPLE).read_text())
     quoted = re.search(r"```text\n(.*?)```", guide, flags=re.S)
     assert quoted
@@ -74,12 +75,12 @@ def test_example_imports_only_public_names_and_parts():
     assert all(module == "ratp" or module.startswith("ratp.functional.") for module in modules)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/add-a-method.md", "docs/architecture.md", "docs/methods.md"])
+@pytest.mark.parametrize("document", [README, GUIDE, "docs/explanation/architecture.md", "docs/reference/methods.md"])
 def test_every_documented_name_is_public(document):
     assert {*re.findall(r"\bratp\.(\w+)\(", (ROOT / document).read_text())} <= {*ratp.__all__}
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/add-a-method.md", "docs/ratp.md"])
+@pytest.mark.parametrize("document", [README, GUIDE, "docs/explanation/paper-and-code.md"])
 def test_every_documented_command_and_option_exists(document):
     import typer.main
 

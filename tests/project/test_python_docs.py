@@ -1,4 +1,4 @@
-"""The Python in docs/python.md and the README runs as it stands."""
+"""The Python in docs/how-to/python.md and the README runs as it stands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.filterwarnings("ignore::ratp.RollbackWarning")  # the images are noise
 def test_all_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
     assert len(blocks) == 5
     page = Path("page.py")  # a file, as losses need their source

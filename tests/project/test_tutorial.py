@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "keep-a-model-alive.md"
+PAGE = ROOT / "docs" / "tutorials" / "keep-a-model-alive.md"
 
 
 def blocks():

@@ -8,11 +8,11 @@ import math
 import re
 import textwrap
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torchvision.datasets import FakeData
 
 from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
 from ratp._core.environment import find_device
@@ -22,7 +22,6 @@ from ratp.methods import METHODS, find_method
 from ratp.networks.network import Network, NetworkConfig
 from ratp.runs.events import Trained
 from ratp.runs.plan import preset_config, resolve
-from ratp.runs.record import read_run
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
 from ratp.streams import STREAMS, find_stream
@@ -413,17 +412,15 @@ class TestImagesInMemory:
         request = RunRequest(method="source-only", device="cpu", changes={**TINY, **changes})
         return resolve(request, stream=own_stream(domains[0], domains[1:], name="mine"))
 
-    def test_guide_example_works(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        guide = Path(__file__).parents[2] / "docs" / "your-own-images.md"
-        snippets = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.S)
-        (snippet,) = (text for text in snippets if "ratp.Run(" in text)
-        kernels = '"steps": 1, "randmix.kernel_sizes": "3,5"'  # for the sake of time
-        exec(snippet.replace('"steps": 5', kernels), {})
-        record = read_run(Path("runs/mine"))
+    def test_images_in_memory_with_and_without_labels(self, tmp_path):
+        day, rain = FakeData(60, (3, 40, 40), 3), FakeData(60, (3, 40, 40), 3, random_offset=1)
+        night = torch.randint(256, (40, 3, 32, 32), dtype=torch.uint8)
+        stream = own_stream({"day": day}, {"rain": rain, "night": night}, classes=("cat", "cow", "dog"))
+        changes = {"epochs": 1, "steps": 1, "randmix.kernel_sizes": "3,5"}
+        record = Run(resolve(RunRequest(method="ratp", changes=changes), stream=stream), tmp_path / "mine").execute()
         assert (record.config["stream"], record.matrix.complete) == ("own", True)
         assert [math.isnan(value) for value in record.matrix.accuracy[0]] == [False, False, True]
-        assert len(Path("runs/mine/predictions-night.csv").read_text().splitlines()) == 41
+        assert len((tmp_path / "mine" / "predictions-night.csv").read_text().splitlines()) == 41
 
     @pytest.mark.parametrize(
         ("options", "mode"), [({}, "act"), ({"guard": "record"}, "record"), ({"guard": "off"}, "off")]

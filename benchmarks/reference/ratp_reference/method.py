@@ -5,7 +5,8 @@
     method.target_stage(images).run()
     method.accuracy(images, labels)
 
-The numbered rows of ``docs/ratp.md`` say where paper and published code differ; ``config`` says which to follow.
+The numbered rows of ``docs/explanation/paper-and-code.md`` say where paper and published code differ; ``config`` says
+which to follow.
 """
 
 from __future__ import annotations

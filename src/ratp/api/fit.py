@@ -68,6 +68,13 @@ def fit(
         **switches: Switches of the method and sizes of the recipe, such as ``epochs=5``; names with a dot as
             ``**{"network.dim": 64}``.
 
+    Returns:
+        The trained model, with its accuracies.
+
+    Raises:
+        ConfigError: If something that is given cannot be used; it lists all mistakes.
+        TrainingError: If the losses become NaN or infinite.
+
     Examples:
         >>> result = ratp.fit("pictures/day", ["pictures/rain", "pictures/night"], epochs=5)
         >>> result = ratp.fit((images, labels), {"rain": rain_images}, method="shot", backbone=TinyNet)

@@ -50,6 +50,12 @@ def loss_method(loss: Loss) -> type[Method]:
     Args:
         loss: The function.
 
+    Returns:
+        The method, for :func:`ratp.fit` or :func:`ratp.resolve`.
+
+    Raises:
+        ConfigError: If the function's parameters do not fit.
+
     Examples:
         >>> @ratp.loss_method
         ... def entropy(network, images, *, weight: float = 1.0):

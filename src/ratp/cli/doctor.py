@@ -111,7 +111,8 @@ def versions(needs: list[str]) -> Iterator[Finding]:
             good.append(f"{name} {version}")
     if good:
         yield Finding("packages", ", ".join(good))
-    extras = [need.partition(";")[0].strip() for need in needs if "extra ==" in need and '"dev"' not in need]
+    for_users = (need for need in needs if "extra ==" in need and not need.endswith(('"dev"', '"docs"')))
+    extras = [need.partition(";")[0].strip() for need in for_users]
     if extras:
         yield Finding("optional", ", ".join(f"{name} {package_version(name) or 'is not installed'}" for name in extras))
 

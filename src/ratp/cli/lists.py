@@ -133,7 +133,7 @@ def show_method(
     if sizes := preset_sizes(method, preset):
         console.print(f"It also sets {', '.join(f'{size}={value}' for size, value in sizes.items())}.\n", markup=False)
     print_switches(config, _values(name, DEFAULT_PRESET, stream))
-    console.print("[dim]#n: row n of docs/ratp.md, where RaTP's paper and its published code differ.[/]")
+    console.print("[dim]#n: row n of docs/explanation/paper-and-code.md, where RaTP's paper and its code differ.[/]")
 
 
 def _values(name: str, preset: str, stream: str) -> Any:

@@ -231,6 +231,9 @@ class Deployment:
             names: Names of the images, for the alarm; None: their positions.
             again: Whether an earlier process has observed them already: then the alarm counts them, but the journal
                 gets no second line, and no stage starts.
+
+        Returns:
+            The answers, with the version that gave them and the level of the alarm.
         """
         check_images(images, self.image_size)
         if names is not None and len(names) != len(images):
@@ -266,6 +269,12 @@ class Deployment:
             images: uint8 images of the new domain; None: those observed since the alarm rose.
             name: Name of the domain; None: a number.
             background: Whether to return at once, with None; :meth:`wait` returns the result.
+
+        Returns:
+            Whether the guard accepted the stage, and if not, why.
+
+        Raises:
+            RatpError: If a stage is under way, or there is nothing to adapt to.
         """
         with self._mutex:
             if self.adapting:
@@ -302,6 +311,9 @@ class Deployment:
 
         Args:
             version: Its number; None: the one before the current one.
+
+        Returns:
+            The version that answers now.
         """
         with self._mutex:
             earlier = [item.number for item in self.history() if item.number < self.version]

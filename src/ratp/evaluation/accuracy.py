@@ -25,7 +25,15 @@ CLUSTERING = 0.1
 
 
 def accuracy(method: Method, domain: LabelledDomain) -> float:
-    """Returns the accuracy in percent on a labelled domain."""
+    """Returns the accuracy in percent on a labelled domain.
+
+    Args:
+        method: The method, which has been trained.
+        domain: The images, and the labels to compare with.
+
+    Raises:
+        TrainingError: If predictions are not finite.
+    """
     return _percent_correct(method.predict(domain.images), domain, called(method, "predict"))
 
 

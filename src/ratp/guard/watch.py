@@ -5,8 +5,8 @@ and the exemplars in its memory. The answers give *indicators*; comparing them w
 the guard acts, a refused stage is undone, and the run continues with the model from before it.
 
 It works with every method: it calls ``predict`` and ``embed`` and reads the exemplars in ``state``. Its own
-generators choose the images, so that watching changes no result. ``docs/guard.md`` has the measurements behind the
-limits.
+generators choose the images, so that watching changes no result. ``docs/explanation/guard.md`` has the measurements
+behind the limits.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Deviations from the published code:
 * λ is 0.1; the original has 0.01 and a factor of 10 inside the distance. All components give equally many points.
 * The source is learned by the recipe's SGD, targets by Adam at the published rate, in batches of the recipe's size.
 * The memory is that of the comparison, of fixed size. Exemplars form their own batch and update BatchNorm's running
-  statistics like the target: otherwise the method forgets more on PACS (``docs/benchmarks.md``).
+  statistics like the target: otherwise the method forgets more on PACS (``docs/explanation/benchmarks.md``).
 """
 
 from __future__ import annotations

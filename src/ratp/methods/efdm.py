@@ -17,7 +17,7 @@ own. Predictions are not affected.
 Deviations: the recipe's SGD and schedule instead of a cosine over 50 epochs; DTN, which the paper lacks, is mixed after
 its first two blocks. Equal values, such as the zeros of a ReLU, keep their order when ranked; the published code leaves
 it undefined. On Digits it falls to chance, or close to it, on every target after its own stage, as in RaTP's table: its
-labels drift away from the classes (``docs/benchmarks.md``).
+labels drift away from the classes (``docs/explanation/benchmarks.md``).
 """
 
 from __future__ import annotations

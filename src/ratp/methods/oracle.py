@@ -2,7 +2,7 @@
 
 It uses labels that no method may have, so all its results are marked. It shows what better labels alone could achieve:
 nearly everything right after a domain's own stage, but not everything on domains still to come, where RaTP is ahead
-without any target labels (``docs/benchmarks.md``).
+without any target labels (``docs/explanation/benchmarks.md``).
 """
 
 from __future__ import annotations

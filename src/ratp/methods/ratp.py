@@ -17,11 +17,11 @@ For the ablations of section 3.2, other labels can replace those of T2PL and oth
 out: switches ``labelling``, ``alignment`` and ``augment``.
 
 The paper and its published code differ in many places. Each difference that changes behaviour is a switch of
-:class:`RaTPConfig`, numbered by its row in ``docs/ratp.md``. The defaults follow the published code (preset
-``official``), the preset ``paper`` follows the text. Four deviations from both are always in force: in T2PL, a class
-without top samples keeps its soft centroid (the code divides by zero), and both rounds have the same classes (the code
-drops those that the first one assigns to no image); no image enters the memory twice (the code repeats images of small
-classes); and images are drawn on the device.
+:class:`RaTPConfig`, numbered by its row in ``docs/explanation/paper-and-code.md``. The defaults follow the published
+code (preset ``official``), the preset ``paper`` follows the text. Four deviations from both are always in force: in
+T2PL, a class without top samples keeps its soft centroid (the code divides by zero), and both rounds have the same
+classes (the code drops those that the first one assigns to no image); no image enters the memory twice (the code
+repeats images of small classes); and images are drawn on the device.
 
 Beyond paper and code, ``t2pl.class_mix`` lets the sizes of T2PL's selections follow an estimate of the target's class
 proportions (:mod:`ratp.functional.class_mix`) instead of being equal.

@@ -20,7 +20,7 @@ Deviations from the original:
   learns at a tenth of the rate, as in the original. The original's own optimiser (momentum 0.9, rate 0.01, decay 0.001)
   degrades this network on targets: on PACS P>A it ends at 74.0 % of A, RaTP's at 85.3, the paper's at 85.0. On the
   source it would do better: trained on sketches, BMD, which uses it, reaches 95.5 % on them and 48.5 on cartoons, SHOT
-  89.3 and 15.0 (``docs/benchmarks.md``). ``source_sgd`` sets the source stage's alone.
+  89.3 and 15.0 (``docs/explanation/benchmarks.md``). ``source_sgd`` sets the source stage's alone.
 * Labels on digits come from the version for objects. The version for digits puts all images into one class as soon as
   a class is predicted for none of them.
 * Replay (``replay``): exemplars of earlier domains join every batch, with their stored labels. The original has none.

@@ -121,6 +121,15 @@ def adopt(
         mean: Channel means taken off images in [0, 1]; None likewise.
         std: Channel deviations that images are divided by; None likewise.
         images: uint8 images to compare the answers on; None: random ones.
+
+    Returns:
+        The model, whose ``save`` writes a file for ``model`` of :class:`ratp.RunRequest`.
+
+    Raises:
+        RatpError: If the model is of another kind, or answers differently here.
+
+    Examples:
+        >>> adopted = ratp.adopt("model.pth", ["ant", "bee"], backbone="timm:resnet18")
     """
     if not backbone.startswith((TIMM, TORCHVISION)):
         raise ConfigError(f"a model to adopt is of a kind timm:NAME or torchvision:NAME, got {backbone!r}.")

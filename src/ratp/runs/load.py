@@ -166,6 +166,17 @@ def load(
         backbone: The backbone of your own that the run has: a module, a class or function that builds one, or
             ``FILE.py:NAME``. It needs the same layers; its weights come from the run. Not needed in the process that
             trained the run.
+
+    Returns:
+        The method, with what its predictions need.
+
+    Raises:
+        RatpError: If the directory is damaged, or needs a method or backbone that is not given.
+
+    Examples:
+        >>> run = ratp.load("runs/a")
+        >>> for file, label, confidence in run.predict_files("new-pictures"):
+        ...     print(file, label, confidence)
     """
     folder = Path(path)
     config = _read_config(folder)

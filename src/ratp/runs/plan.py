@@ -248,6 +248,16 @@ def resolve(
         stream: A stream to use instead of the one that the request names, from :func:`ratp.own_stream`.
         method: A method to use instead of the one that the request names, from :func:`ratp.loss_method`.
         backbone: A backbone of your own: a module, a class or function that builds one, or ``FILE.py:NAME``.
+
+    Returns:
+        The plan, from which :class:`ratp.Run` makes a run.
+
+    Raises:
+        ConfigError: If the request has mistakes; it lists all of them.
+
+    Examples:
+        >>> plan = ratp.resolve(ratp.RunRequest("demo", "shot", changes={"epochs": 2}))
+        >>> record = ratp.Run(plan, "runs/mine").execute()
     """
     check_types(request)
     problems: list[str] = []

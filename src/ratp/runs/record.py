@@ -303,7 +303,20 @@ def holds_others(folder: Path, names: Collection[str], lacks: str, advice: str =
 
 
 def read_run(path: Path | str) -> RunRecord:
-    """Reads a run directory or a result file."""
+    """Reads a run directory or a result file.
+
+    Args:
+        path: The directory, or the file that :meth:`RunRecord.export` wrote.
+
+    Returns:
+        The run, finished or not.
+
+    Raises:
+        RunDirectoryError: If it is no run, or is damaged.
+
+    Examples:
+        >>> ratp.read_run("runs/mine").matrix.average("TDA")
+    """
     path = Path(path)
     config, environment, matrix, journal = _read_result(path) if path.is_file() else _read_folder(path)
     if not isinstance(config, dict) or not _CONFIG_KEYS.keys() <= config.keys():

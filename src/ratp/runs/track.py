@@ -216,6 +216,9 @@ def track(run: Run, *trackers: str) -> Generator[Event, None, None]:
             follow. Without a folder, they write to one in the current folder that has their name. MLflow follows
             ``MLFLOW_TRACKING_URI`` if that is set, and W&B is offline unless ``WANDB_MODE`` is set.
 
+    Yields:
+        The events of the run.
+
     Examples:
         >>> for event in ratp.track(ratp.Run(plan, "runs/mine"), "tensorboard", "mlflow:logs"):
         ...     print(event)

@@ -49,6 +49,12 @@ def own_stream(
             source is held out, and a target is measured on the images it is trained on.
         classes: Class names by number, for labels that are numbers.
         name: Name of the stream.
+
+    Returns:
+        The stream, for :func:`ratp.resolve`.
+
+    Raises:
+        ConfigError: If the domains do not fit together.
     """
     if name in STREAMS:
         raise ConfigError(f"a stream of your own cannot be called {name!r}, the name of a built-in one.")

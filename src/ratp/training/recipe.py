@@ -77,7 +77,7 @@ def follow_backbone(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 def quick_values(recipe: Recipe) -> dict[str, Any]:
     """Returns what the preset ``quick`` changes in a recipe, by name.
 
-    The values were chosen on PACS for two processor cores (docs/your-own-images.md).
+    The values were chosen on PACS for two processor cores (docs/how-to/set-up-a-run.md).
     """
     values: dict[str, Any] = {"epochs": min(recipe.epochs, 4), "steps": min(recipe.steps, 10)}
     if recipe.network.backbone in REGISTRY and is_pretrained(recipe.network.backbone):
