@@ -42,7 +42,15 @@ Device = Annotated[
     typer.Option(help="cpu, cuda, cuda:1, cuda:0,cuda:2, … or auto. Several runs share all GPUs with cuda and auto."),
 ]
 Jobs = Annotated[
-    str, typer.Option("--jobs", "-j", help="Runs at once per device; auto: one per core, or 8 on a GPU with DTN.")
+    str, typer.Option("--jobs", "-j", help="Runs at once per device; auto: one per core, on a GPU as many as fit.")
+]
+SideBySide = Annotated[
+    str,
+    typer.Option(
+        metavar="WAY",
+        help="How several runs share a GPU: threads, processes, mps (processes under NVIDIA's MPS), off, or auto. "
+        "Changes no result.",
+    ),
 ]
 Precision = Annotated[
     str, typer.Option(help="Precision of matrix products: fp32, tf32, bf16, or auto: tf32 on a GPU, else fp32.")
