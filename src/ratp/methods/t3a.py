@@ -87,7 +87,7 @@ class T3A(OnlineNetwork):
     title = "T3A: test-time classifier adjustment"
     family = "test-time adaptation"
     paper = "Iwasawa and Matsuo, Test-Time Classifier Adjustment Module, NeurIPS 2021"
-    needs = "no gradient on targets, one pass over a target; exemplars if requested"
+    needs = "a classifier without bias, no gradient on targets, one pass over a target; exemplars if requested"
     config_type = T3AConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
 
