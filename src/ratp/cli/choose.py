@@ -47,7 +47,7 @@ SITUATIONS: Mapping[str, Situation] = {
     ),
     "own model": Situation(
         "the model was trained elsewhere (ratp adopt)",
-        {"its own source training": "", "a classifier without bias": ""},
+        {"its own source training": ""},
         aliases=("adopted model", "my own model", "trained model"),
     ),
     "one pass": Situation(

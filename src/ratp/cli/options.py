@@ -27,6 +27,18 @@ Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only warnings and errors.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to standard output.")]
+MethodFile = Annotated[
+    Path | None,
+    typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
+]
+OwnBackbone = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:NAME",
+        help="A network of your own that the model was trained with. Its code is executed.",
+        show_default=False,
+    ),
+]
 Data = Annotated[
     Path | None,
     typer.Option(help="Folder of the benchmarks' images; default $RATP_DATA, else data.", show_default=False),

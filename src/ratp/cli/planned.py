@@ -131,7 +131,7 @@ def print_plan(planned: Sequence[Planned], seconds: float, console: Console) -> 
     first = planned[0]
     run, plan, stream = first.run, first.run.plan, first.run.stream
     parts = []
-    for name, images, tests in _counts(stream):
+    for name, images, tests in (item for item in _counts(stream) if item[0] not in stream.gone):
         tested = "no labels" if tests is None else f"{tests:,} to test" if tests != images else "tested on the same"
         parts.append(f"{name}: {images:,} images to train, {tested}")
     classes = ", ".join(stream.classes[:7]) + (", …" if len(stream.classes) > 7 else "")

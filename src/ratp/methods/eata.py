@@ -88,6 +88,7 @@ class EATA(SelectiveMethod):
         "one pass over a target"
     )
     config_type = EATAConfig
+    source_free = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     large: ClassVar[Mapping[str, Any]] = {**LARGE_STEPS, "fisher_weight": 2000.0}
 
