@@ -1,7 +1,9 @@
 # Everything below needs Python 3.11 or newer and make; the rest is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python
 READY := .venv/.ready
+DEV := .venv/.dev
 
 .PHONY: help install demo test test-all test-lowest lint bench results docs site clean
 
@@ -18,14 +20,22 @@ help:
 	@echo "make site     the documentation site, in build/site/index.html"
 	@echo "make clean    remove the virtual environment, runs and caches"
 
+# Without an NVIDIA GPU, uv takes the small CPU build of torch, from an index that it knows itself. PyPI has only the build
+# with CUDA, which works without a GPU too.
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ratp needs Python 3.11 or newer; set PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check uv==0.13.7
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirement requirements.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(INSTALL) --torch-backend=auto --requirement requirements.txt 2> .venv/torch.log || \
+	  { echo "No torch for this machine's devices ($$(head -1 .venv/torch.log)); taking PyPI's, which is larger."; \
+	    $(INSTALL) --requirement requirements.txt; }
+	$(INSTALL) --no-deps --editable .
 	@touch $(READY)
+
+$(DEV): $(READY) requirements-dev.txt
+	$(INSTALL) --requirement requirements-dev.txt
+	@touch $(DEV)
 
 install: $(READY)
 
@@ -35,7 +45,7 @@ demo: $(READY)
 # Python starts hundreds of times here; without byte code, every start compiles all it imports.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-test: $(READY)
+test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # The quick tests first, then only the others: each runs once.
@@ -44,7 +54,7 @@ test-all: test
 
 # Libraries this old use what newer ones deprecate.
 LOWEST := .venv/lowest
-test-lowest: $(READY)
+test-lowest: $(DEV)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable .
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python pytest hypothesis
@@ -52,14 +62,14 @@ test-lowest: $(READY)
 	  tests/cli/test_start.py tests/cli/test_messages.py tests/reports/test_plots.py tests/reports/test_tables.py
 	$(LOWEST)/bin/ratp demo --epochs 1 --steps 5 --quiet --out $(LOWEST)/demo
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # As ratp has it: here torch is loaded before it.
 bench: export GOMP_SPINCOUNT ?= 1000
-bench: $(READY)
+bench: $(DEV)
 	$(BIN)/python benchmarks/demo.py
 	$(BIN)/python benchmarks/reference_vs_fast.py
 	$(BIN)/python benchmarks/serve.py
@@ -73,7 +83,7 @@ results: $(READY)
 	$(BIN)/python tools/figures.py
 	$(BIN)/python tools/reliability.py
 
-docs: $(READY)
+docs: $(DEV)
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/reproducibility.py
 	$(MAKE) site

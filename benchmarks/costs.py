@@ -2,7 +2,12 @@
 
 Two epochs of every phase are trained, with all their steps, labelling and recording of graphs; the second one counts,
 times the number of epochs the phase has. An order is then the source's stage and as many of the target's as there are
-targets; measuring on the test images comes on top.
+targets; measuring on the test images comes on top. With ``--repeat``, the shortest time of every part counts. On a
+CPU, it is the processor's time on one core, so other programs disturb it little.
+
+The memory of a training step is what autograd keeps for the gradient, in MiB: the most that is kept at one time in the
+first steps of either stage. It depends on no clock and no other program. Weights and what is computed without a
+gradient come on top.
 
 Benchmarks need their images (``--data`` or ``$RATP_DATA``). Prints a table; ``--out`` keeps the numbers with device and
 versions, and ``tools/docs.py`` makes the columns and tables of costs in ``docs/reference/methods.md`` of them. If the
@@ -14,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +36,18 @@ from ratp.runs.plan import RunPlan, resolve
 from ratp.runs.request import RunRequest
 from ratp.streams.stream import DataOptions, Stream
 from ratp.training.device_cache import with_images_on
+from ratp.training.method import Method
 from ratp.training.phase import Phase, Tick, train
 
 EPOCHS = 2  # trained of every phase
+STEPS = 2  # trained of every phase to measure memory
 
 
 def now(device: torch.device) -> float:
-    """The time when the device has caught up."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """The time when the GPU has caught up; on a CPU, the time that this process has used."""
+    if device.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -59,23 +69,74 @@ def stage_seconds(phases: Sequence[Phase], device: torch.device) -> float:
     return seconds
 
 
+def target_phases(method: Method, plan: RunPlan, stream: Stream) -> Sequence[Phase]:
+    """The phases of the first target."""
+    answer = stream.answers[0]
+    if plan.method.uses_target_labels(plan.config) and answer is not None:
+        return method.labelled_target_phases(with_images_on(answer, plan.device))
+    return method.target_phases(with_images_on(stream.targets[0], plan.device))
+
+
+class _Saved:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class SavedMemory:
+    """Counts the bytes that autograd keeps; tensors that share memory count once."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[int] = Counter()
+        self._now = self.peak = 0
+
+    def keep(self, tensor: torch.Tensor) -> _Saved:
+        """Counts a tensor until autograd drops it."""
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        self._now += 0 if self._uses[address] else size
+        self._uses[address] += 1
+        self.peak = max(self.peak, self._now)
+        saved = _Saved(tensor)
+        weakref.finalize(saved, self._drop, address, size)
+        return saved
+
+    def _drop(self, address: int, size: int) -> None:
+        self._uses[address] -= 1
+        self._now -= 0 if self._uses[address] else size
+
+
+def step_memory(plan: RunPlan, stream: Stream) -> float:
+    """The most MiB that a training step of one method keeps for its gradient."""
+    method, memory = plan.build_method(stream, None), SavedMemory()
+    with torch.autograd.graph.saved_tensors_hooks(memory.keep, lambda saved: saved.tensor):
+        for target in (False, True):
+            phases = target_phases(method, plan, stream) if target else method.source_phases(stream.source)
+            for phase in phases:
+                phase.epochs, phase.steps = min(phase.epochs, 1), min(phase.steps, STEPS)
+            for _ in train(phases):
+                pass
+    return round(memory.peak / (1 << 20), 2)
+
+
 def measure(plan: RunPlan, stream: Stream) -> dict[str, float]:
     """Times of one method."""
     device = plan.device
     method = plan.build_method(stream, None)
     numbers = {"source": stage_seconds(method.source_phases(with_images_on(stream.source, device)), device)}
-    answer = stream.answers[0]
-    if plan.method.uses_target_labels(plan.config) and answer is not None:
-        phases = method.labelled_target_phases(with_images_on(answer, device))
-    else:
-        phases = method.target_phases(with_images_on(stream.targets[0], device))
-    numbers["target"] = stage_seconds(phases, device)
+    numbers["target"] = stage_seconds(target_phases(method, plan, stream), device)
     started = now(device)
     for test in stream.tests:
         if test is not None:
             accuracy(method, test)
     numbers["measuring"] = now(device) - started
-    targets = len(stream.targets)
+    return numbers
+
+
+def shortest(trials: Sequence[Mapping[str, float]], targets: int) -> dict[str, float]:
+    """The shortest time of every part, and an order's, which consists of these."""
+    numbers = {part: min(trial[part] for trial in trials) for part in trials[0]}
     numbers["order"] = numbers["source"] + targets * numbers["target"] + (1 + targets) * numbers["measuring"]
     return {name: round(value, 2) for name, value in numbers.items()}
 
@@ -98,10 +159,11 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="names; default: all")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="measure the time N times; 0: memory alone")
     parser.add_argument("--out", type=Path, help="file for the numbers, as JSON")
     options = parser.parse_args()
-    numbers: dict[str, dict[str, float]] = {}
-    print(f"{'s':12} {'source':>8} {'target':>8} {'measuring':>10} {'order':>8}")
+    heads = ("source", "target", "measuring", "order", "memory")
+    print(f"{'s, MiB':12} {' '.join(f'{head:>10}' for head in heads)}")
     for name in options.methods:
         request = RunRequest(
             options.stream,
@@ -112,21 +174,24 @@ def main() -> None:
         )
         plan = resolve(request)
         use_precision(plan.precision)
+        if plan.device.type == "cpu":
+            torch.set_num_threads(1)
         try:
-            numbers[name] = measure(plan, plan.load_stream())
+            stream = plan.load_stream()
+            times = [measure(plan, stream) for _ in range(options.repeat)]
+            memory = {"memory": step_memory(plan, stream)} if plan.device.type == "cpu" else {}
         except RatpError as error:
             print(f"{name:12} {error}")
             continue
-        row = numbers[name]
-        print(
-            f"{name:12} {row['source']:8.1f} {row['target']:8.1f} {row['measuring']:10.1f} {row['order']:8.1f}",
-            flush=True,
-        )
+        row = (shortest(times, len(stream.targets)) if times else {}) | memory
+        print(f"{name:12} {' '.join(f'{row[h]:10.1f}' if h in row else ' ' * 10 for h in heads)}", flush=True)
         if options.out:
             arguments = {key: getattr(options, key) for key in ("stream", "precision")}
             environment = describe_environment(plan.device, plan.precision)
             content = {"options": arguments, "environment": environment}
-            write_json(options.out, {"numbers": others(options.out, content) | numbers, **content})
+            known = others(options.out, content)
+            known[name] = known.get(name, {}) | row
+            write_json(options.out, {"numbers": known, **content})
 
 
 if __name__ == "__main__":

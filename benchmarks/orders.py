@@ -66,7 +66,11 @@ def main() -> None:
             ends[names[id(run)]] = time.perf_counter() - started
             print(f"order {names[id(run)]:3} {'>'.join(run.stream.order)} ended after {ends[names[id(run)]]:7.1f} s")
 
-    results = run_all(list(runs.values()), at_once=options.jobs, on_event=see)
+    layouts: list[str] = []
+    results = run_all(
+        list(runs.values()), at_once=options.jobs, on_layout=lambda found: layouts.append(found.text), on_event=see
+    )
+    print(*layouts, sep="\n")
     seconds = time.perf_counter() - started
     failed = [result for result in results if isinstance(result, RatpError)]
     if failed:
@@ -77,6 +81,7 @@ def main() -> None:
         numbers = {
             "seconds": round(seconds, 1),
             "reading": round(read, 1),
+            "layout": layouts,
             "ended_after": {order: round(end, 1) for order, end in ends.items()},
             "orders": {order: list(run.stream.order) for order, run in runs.items()},
         }

@@ -19,6 +19,7 @@ from textwrap import wrap
 from typing import Any
 
 from ablations import ablation_tables, sensitivity_tables
+from choice import FIGURE, best_methods, draw
 from published import SPELLING, printed
 from ratp.config import as_dict, switches
 from ratp.evaluation.matrix import METRICS
@@ -60,21 +61,25 @@ def demo_table() -> str:
     return comparison_markdown(sorted(runs, key=lambda run: (run.method != "source-only", run.seed)))
 
 
-def costs() -> dict[str, float]:
-    """Time of every method on an order of the demo stream, source-only's being 1."""
+def costs(number: str) -> dict[str, float]:
+    """Time (``order``) or memory of every method on the demo stream, source-only's being 1."""
     numbers = json.loads((ROOT / "benchmarks" / "costs-demo-cpu.json").read_text())["numbers"]
-    return {name: round(row["order"] / numbers["source-only"]["order"], 1) for name, row in numbers.items()}
+    least = numbers["source-only"][number]
+    return {name: round(numbers[name][number] / least, 1) for name in METHODS if number in numbers.get(name, {})}
 
 
 def methods_table() -> str:
     """Every method: family, needs, cost and what it reaches on the demo stream."""
-    found = costs()
-    lines = ["| method | family | needs besides images | cost | TDG | TDA | FA |", "|---|---|---|---:|---:|---:|---:|"]
+    time, memory = costs("order"), costs("memory")
+    lines = [
+        "| method | family | needs besides images | time | memory | TDG | TDA | FA |",
+        "|---|---|---|" + "---:|" * 5,
+    ]
     for method in METHODS.values():
         runs = [run for run in demo_runs() if run.method == method.name]
         numbers = [_mean([run.matrix.average(metric) for run in runs]) if runs else "–" for metric in METRICS]
-        cost = f"{found[method.name]:.1f}×" if method.name in found else "–"
-        cells = (f"`{method.name}`", method.family, method.needs or "nothing", cost, *numbers)
+        cost = [f"{found[method.name]:.1f}×" if method.name in found else "–" for found in (time, memory)]
+        cells = (f"`{method.name}`", method.family, method.needs or "nothing", *cost, *numbers)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -323,6 +328,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "guard margins": guard_margins,
     "guard recognition": guard_recognition,
     "alarm tables": alarm_tables,
+    "best methods": best_methods,
 }
 
 
@@ -342,12 +348,15 @@ def main() -> None:
     check = parser.parse_args().check
     stale = []
     kept = ROOT / "src" / "ratp" / "methods" / "cost.json"
-    about = "Time of an order of the demo stream, source-only's being 1; by tools/docs.py."
-    new = json.dumps({"about": about, "cost": costs()}, indent=1, ensure_ascii=False) + "\n"
+    about = "Time of an order of the demo stream, and memory of a step, source-only's being 1; by tools/docs.py."
+    content = {"about": about, "time": costs("order"), "memory": costs("memory")}
+    new = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     if new != kept.read_text():
         stale.append(kept.name)
         if not check:
             kept.write_text(new)
+    if not check:
+        FIGURE.write_bytes(draw())
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         old = path.read_text()
         new = generate(old)

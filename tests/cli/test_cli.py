@@ -18,7 +18,7 @@ import pytest
 from helpers import TINY, TINY_OPTIONS, accuracy_of, files_of, journal_of, ratp
 from ratp import __version__
 from ratp.cli import doctor as doctor_folders
-from ratp.cli import lists
+from ratp.cli import lists, method_tables
 from ratp.cli.main import main
 from ratp.config import as_dict, switches
 from ratp.methods import METHODS, Description
@@ -317,8 +317,8 @@ class TestLists:
         method = type(
             "Odd", (METHODS["source-only"],), {"name": "[/odd]", "title": "[/t]", "family": "[/f]", "paper": "[/p]"}
         )
-        monkeypatch.setattr(lists, "METHODS", ("[/odd]",))
-        monkeypatch.setattr(lists, "describe", lambda name: Description(name, "[/t]", "[/f]", "[/p]"))
+        monkeypatch.setattr(method_tables, "METHODS", ("[/odd]",))
+        monkeypatch.setattr(method_tables, "describe", lambda name: Description(name, "[/t]", "[/f]", "[/p]"))
         assert "[/f]" in ratp("methods").out
         for module in (lists, plan):
             monkeypatch.setattr(module, "find_method", lambda name: method)

@@ -36,6 +36,7 @@ def start(tmp_path, *words):
         (("--version",), 0),
         (("methods",), 0),
         (("methods", "--json"), 0),
+        (("methods", "--for", "one pass"), 0),
         (("streams",), 0),
         (("streams", "--json"), 0),
         (("run", "--help"), 0),

@@ -22,7 +22,8 @@ from helpers import files_of, journal_of, ratp, same_tensors, tensors_of, tiny_p
 from ratp._core.files import write_bytes
 from ratp._core.locks import exclusive, is_held
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, TrainingError
-from ratp.executors.local import SMALL_ON_GPU, run_all
+from ratp.executors.layout import SMALL_ON_GPU
+from ratp.executors.local import run_all
 from ratp.executors.protocol import described, options_of
 from ratp.executors.ray import RoomWarning, run_all_on_ray
 from ratp.executors.ray_worker import WORKPLACE, make_run
@@ -453,7 +454,7 @@ class TestChecks:
         with pytest.raises(ConfigError, match=r'pip install "ratp-cdsl\[ray\]"'):
             find_executor("ray")
         assert 'pip install "ratp-cdsl[ray]"' in self.assert_error(tmp_path, "--on", "ray")
-        assert find_executor() is run_all
+        assert find_executor().func is run_all
 
     def test_a_typing_mistake(self, tmp_path):
         message = self.assert_error(tmp_path, "--on", "rai", "--jobs", "many")

@@ -51,6 +51,19 @@ class TestGolden:
         torch.testing.assert_close(vectors, supports_of(BATCH, W).vectors)
 
 
+def test_a_bias_gives_labels_and_is_left_out_of_predictions():
+    method, targets = build_method(**{"network.bias": True})
+    with torch.no_grad():
+        method.network.classifier.bias[1] = 100.0
+    before = method.state()
+    method.observe(targets[0].images[:8])
+    assert method.supports.labels[len(method.weight) :].unique().tolist() == [1]
+    assert not method.network.classifier.bias.any()
+    again, _ = build_method(trained=False, **{"network.bias": True})
+    again.load_state(method.state())
+    assert same_tensors(again.state(), method.state()) and again.bias[1] == 100.0 and "t3a.bias" not in before
+
+
 class TestSupports:
     def test_a_class_keeps_the_surest_and_of_equals_the_earlier(self):
         labels = torch.tensor([0, 1, 0, 0, 1, 0])

@@ -20,7 +20,8 @@ AUDITED = {
     "unpickling": {"networks/torch_checkpoint.py"},  # tensors only
     "running a file": {"_core/user_code.py"},  # a method or backbone that the user names
     "importing by name": {"__init__.py", "methods/__init__.py", "data/decode/decode.py"},  # from tables in these files
-    "starting a process": {"executors/process.py", "data/decode/parallel.py"},  # this Python, without a shell
+    # this Python, and NVIDIA's control program of MPS
+    "starting a process": {"executors/process.py", "executors/mps.py", "data/decode/parallel.py"},
 }
 
 IMPORTS = {
@@ -142,10 +143,14 @@ def test_the_one_reader_of_pickles_takes_tensors_only():
 
 @pytest.mark.parametrize("module", sorted(AUDITED["starting a process"]))
 def test_processes_are_this_python_and_no_shell(module):
-    (start,) = [call for call in calls_of(module) if ast.unparse(call.func).startswith("subprocess.")]
-    assert ast.unparse(start.func) == "subprocess.Popen"
-    assert isinstance(start.args[0], ast.List)
-    assert ast.unparse(start.args[0].elts[0]) == "sys.executable"
+    """Or NVIDIA's control program, as it is found on the path."""
+    starts = [call for call in calls_of(module) if ast.unparse(call.func).startswith("subprocess.")]
+    assert starts
+    programs = {"sys.executable", "control"} if module == "executors/mps.py" else {"sys.executable"}
+    for start in starts:
+        assert ast.unparse(start.func) in ("subprocess.Popen", "subprocess.run")
+        assert isinstance(start.args[0], ast.List)
+        assert ast.unparse(start.args[0].elts[0]) in programs
 
 
 BAD = {

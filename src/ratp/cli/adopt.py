@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ratp._core.user_code import split_file
 from ratp.cli.console import print_json, say
 from ratp.cli.options import Json
 from ratp.errors import ConfigError
@@ -19,7 +20,12 @@ def adopt(
     ],
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write.", show_default=False)],
     backbone: Annotated[
-        str, typer.Option(help="The kind of model: timm:NAME or torchvision:NAME.", show_default=False)
+        str,
+        typer.Option(
+            help="The kind of model: timm:NAME, torchvision:NAME, or FILE.py:NAME of your own class, whose code is "
+            "executed.",
+            show_default=False,
+        ),
     ],
     classes: Annotated[
         str,
@@ -29,7 +35,13 @@ def adopt(
             show_default=False,
         ),
     ],
-    size: Annotated[int | None, typer.Option(help="Side of its images, if not its kind's usual one.")] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Name of its last layer, if that is not found by itself.", show_default=False),
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(help="Side of its images, if not its kind's usual one. Your own class needs one.")
+    ] = None,
     mean: Annotated[
         tuple[float, float, float] | None, typer.Option(help="Channel means, if not its kind's usual ones.")
     ] = None,
@@ -46,7 +58,7 @@ def adopt(
         raise ConfigError(f"the file to write must end in .safetensors, got {str(out)!r}.")
     from ratp.networks.adopted import adopt as take_over
 
-    found = take_over(checkpoint, _names(classes), backbone=backbone, size=size, mean=mean, std=std)
+    found = take_over(checkpoint, _names(classes), backbone=backbone, size=size, mean=mean, std=std, head=head)
     found.save(out)
     if json_:
         about = {"classes": list(found.classes), "size": found.size, "mean": found.mean, "std": found.std}
@@ -54,7 +66,8 @@ def adopt(
         return
     say(f"{out}: {backbone}, {len(found.classes)} classes, images of {found.size}×{found.size}.")
     say(f"Its answers differ from the original's by at most {found.difference:.0e} of the largest logit.")
-    say(f"Next: ratp run folders --model {shlex.quote(str(out))} --source LABELLED --targets RAIN NIGHT -m tent")
+    own = f" --backbone {shlex.quote(backbone)}" if split_file(backbone) else ""
+    say(f"Next: ratp run folders --model {shlex.quote(str(out))}{own} --source LABELLED --targets RAIN NIGHT -m tent")
 
 
 def _names(given: str) -> list[str]:

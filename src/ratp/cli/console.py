@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from ratp.data.catalogue.fetch import Step, StepProgress
+    from ratp.executors.layout import Layout
     from ratp.streams.stream import DataOptions, Report, Stream
 
 WIDTH_WITHOUT_TERMINAL = 100
@@ -194,6 +195,11 @@ def print_note(note: str, console: Console) -> None:
     console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
 
 
+def say_layout(layout: Layout) -> None:
+    """Says how runs share a GPU."""
+    stderr().print(layout.text, markup=False, soft_wrap=True)
+
+
 def spread_targets(words: Sequence[str]) -> list[str]:
     """Rewrites ``--targets a b c`` as ``--targets a --targets b --targets c`` for the parser."""
     result: list[str] = []
@@ -286,3 +292,13 @@ def parse_devices(device: str, precision: str, problems: list[str]) -> tuple[str
     except ConfigError as error:
         problems += error.problems
         return "auto", ()
+
+
+def check_side_by_side(way: str, problems: list[str]) -> None:
+    """Adds a mistake in ``--side-by-side`` to ``problems``."""
+    from ratp.executors.layout import check_way
+
+    try:
+        check_way(way)
+    except ConfigError as error:
+        problems += error.problems

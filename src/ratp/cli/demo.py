@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ratp.cli import options as opt
-from ratp.cli.console import parse_devices, parse_jobs, print_json, say, stderr, stdout
+from ratp.cli.console import parse_devices, parse_jobs, print_json, say, say_layout, stderr, stdout
 from ratp.cli.runs import fail, prepare_all, resolve_all, split
 from ratp.errors import RatpError
 from ratp.runs.record import RunRecord
@@ -69,7 +69,7 @@ def demo(
             follow(current, stderr(), quiet=quiet or json_, weights=item.weights if item else None)
         results: list[RunRecord | RatpError] = [current.record() for current in runs]
     else:
-        executor = find_executor(devices=devices)
+        executor = find_executor(devices=devices, on_layout=None if quiet or json_ else say_layout)
         results = follow_all(runs, stderr(), quiet=quiet or json_, at_once=at_once, on=executor)
     records, failed = split(runs, results)
     page = write_report(records, out / "report") if records else None

@@ -21,7 +21,7 @@ from ratp.cli.console import (
     stderr,
     stdout,
 )
-from ratp.cli.options import Data, Json, OnBadImage, Quiet
+from ratp.cli.options import Data, Json, MethodFile, OnBadImage, OwnBackbone, Quiet
 from ratp.cli.predict import refuse_to_lose
 from ratp.errors import ConfigError
 
@@ -71,10 +71,8 @@ def export(
     int8: Annotated[bool, typer.Option("--int8", help="Write a second file, in 8-bit integers.")] = False,
     data: Data = None,
     on_bad_image: OnBadImage = "stop",
-    method: Annotated[
-        Path | None,
-        typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
-    ] = None,
+    method: MethodFile = None,
+    backbone: OwnBackbone = None,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
@@ -104,6 +102,7 @@ def export(
             int8=int8,
             options=options,
             method=method,
+            backbone=backbone,
         )
     if json_:
         print_json([{**asdict(file), "path": str(file.path)} for file in found])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import textwrap
-from functools import cache
-from importlib import resources
 from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +15,11 @@ from rich.table import Table
 
 from ratp._core.files import safe_name
 from ratp.cli.console import data_options, decoding, print_json, print_note, stderr, stdout
+from ratp.cli.method_tables import described, print_choice, print_methods
 from ratp.cli.options import Data, Json, OnBadImage
 from ratp.config import as_dict, switches
 from ratp.errors import ConfigError, RatpError
-from ratp.methods import METHODS, describe, find_method
+from ratp.methods import METHODS, find_method
 from ratp.runs import DEFAULT_PRESET
 from ratp.streams import STREAMS, find_stream
 
@@ -66,44 +64,23 @@ methods = typer.Typer(help="List methods and their switches.")
 streams = typer.Typer(help="List streams and show their images.")
 
 
+For = Annotated[
+    str | None,
+    typer.Option("--for", metavar="PHRASES", help="What you have, such as 'own model, one pass'; help: all phrases."),
+]
+
+
 @methods.callback(invoke_without_command=True)
-def list_methods(context: typer.Context, json_: Json = False) -> None:
-    """List the methods."""
+def list_methods(context: typer.Context, for_: For = None, json_: Json = False) -> None:
+    """List the methods, or with --for those that suit what you have."""
     if context.invoked_subcommand:
         return
-    if json_:
-        print_json({"methods": list(map(_described, METHODS))})
-        return
-    heads = ("name", "family", "needs besides images", "cost", "paper")
-    table = Table(*heads, box=None, header_style="bold", pad_edge=False)
-    table.columns[0].no_wrap = True
-    for row in map(_described, METHODS):
-        cost = "–" if row["cost"] is None else f"{row['cost']:.1f}×"
-        cells = (row["family"], row["needs"], cost, _cited(row["paper"]))
-        table.add_row(f"[bold cyan]{escape(row['name'])}[/]", *map(escape, cells))
-    stdout().print(table)
-    stderr().print(
-        "[dim]Cost: time of a run on the demo stream relative to source-only. "
-        "ratp methods show NAME explains one and lists its switches.[/]"
-    )
-
-
-def _cited(paper: str) -> str:
-    """First author, venue and year of a paper given as "Author et al., Title, VENUE YEAR"."""
-    parts = paper.split(", ")
-    return f"{parts[0].removesuffix(' et al.')}, {parts[-1]}" if len(parts) > 2 else paper
-
-
-def _described(name: str) -> dict[str, Any]:
-    about = describe(name)
-    return {**about._asdict(), "needs": about.needs or "nothing", "cost": _costs().get(name)}
-
-
-@cache
-def _costs() -> dict[str, float]:
-    """Measured by ``benchmarks/costs.py``."""
-    text = resources.files("ratp.methods").joinpath("cost.json").read_text(encoding="utf-8")
-    return dict(json.loads(text)["cost"])
+    if for_ is not None:
+        print_choice(for_, json_=json_)
+    elif json_:
+        print_json({"methods": list(map(described, METHODS))})
+    else:
+        print_methods()
 
 
 @methods.command("show")

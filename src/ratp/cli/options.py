@@ -27,6 +27,18 @@ Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print neither progress nor results, only warnings and errors.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to standard output.")]
+MethodFile = Annotated[
+    Path | None,
+    typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
+]
+OwnBackbone = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:NAME",
+        help="A network of your own that the model was trained with. Its code is executed.",
+        show_default=False,
+    ),
+]
 Data = Annotated[
     Path | None,
     typer.Option(help="Folder of the benchmarks' images; default $RATP_DATA, else data.", show_default=False),
@@ -42,7 +54,15 @@ Device = Annotated[
     typer.Option(help="cpu, cuda, cuda:1, cuda:0,cuda:2, … or auto. Several runs share all GPUs with cuda and auto."),
 ]
 Jobs = Annotated[
-    str, typer.Option("--jobs", "-j", help="Runs at once per device; auto: one per core, or 8 on a GPU with DTN.")
+    str, typer.Option("--jobs", "-j", help="Runs at once per device; auto: one per core, on a GPU as many as fit.")
+]
+SideBySide = Annotated[
+    str,
+    typer.Option(
+        metavar="WAY",
+        help="How several runs share a GPU: threads, processes, mps (processes under NVIDIA's MPS), off, or auto. "
+        "Changes no result.",
+    ),
 ]
 Precision = Annotated[
     str, typer.Option(help="Precision of matrix products: fp32, tf32, bf16, or auto: tf32 on a GPU, else fp32.")

@@ -14,6 +14,7 @@ from rich.markup import escape
 from ratp._core.environment import device_name, usable_cores
 from ratp.cli.console import print_json, size_text, stdout
 from ratp.errors import RatpError, brief
+from ratp.executors.layout import Layout
 from ratp.networks.backbones import is_pretrained
 from ratp.networks.network import Network
 from ratp.reports.tables import duration
@@ -31,7 +32,7 @@ _STEPS_TOO_FEW = 200
 class Planned:
     """A run with its estimate; there is none if the run is complete, or if measuring fails."""
 
-    def __init__(self, run: Run, *, thorough: bool) -> None:
+    def __init__(self, run: Run, *, thorough: bool, measuring: bool = True) -> None:
         self.run, self.problem = run, ""
         self.images = [(name, images) for name, images, _ in _counts(run.stream)]
         self.estimate: Estimate | None = None
@@ -47,6 +48,7 @@ class Planned:
                 probe=run.options.probe,
                 reuse_source=run.options.reuse_source,
                 first=self.first,
+                measuring=measuring,
             )
         except (RatpError, RuntimeError, ValueError, TypeError, AttributeError) as error:  # perhaps of a custom method
             self.problem = brief(error) if isinstance(error, RatpError) else str(error).partition("\n")[0]
@@ -129,7 +131,7 @@ def print_plan(planned: Sequence[Planned], seconds: float, console: Console) -> 
     first = planned[0]
     run, plan, stream = first.run, first.run.plan, first.run.stream
     parts = []
-    for name, images, tests in _counts(stream):
+    for name, images, tests in (item for item in _counts(stream) if item[0] not in stream.gone):
         tested = "no labels" if tests is None else f"{tests:,} to test" if tests != images else "tested on the same"
         parts.append(f"{name}: {images:,} images to train, {tested}")
     classes = ", ".join(stream.classes[:7]) + (", …" if len(stream.classes) > 7 else "")
@@ -207,14 +209,27 @@ def _millions(number: int) -> str:
 
 
 def show_plan(
-    runs: Sequence[Run], console: Console, *, at_once: int | None = None, apart: bool, dry: bool, json_: bool
+    runs: Sequence[Run],
+    console: Console,
+    *,
+    at_once: int | None = None,
+    apart: bool,
+    dry: bool,
+    json_: bool,
+    layout: Layout | None = None,
 ) -> list[Planned]:
-    """Estimates runs on one stream and prints their plan; a dry run prints it to standard output, perhaps as JSON."""
-    planned = [Planned(run, thorough=dry) for run in runs]
+    """Estimates runs on one stream and prints their plan; a dry run prints it to standard output, perhaps as JSON.
+
+    If the runs get processes, nothing is measured here: MPS starts before this process uses the GPU.
+    """
+    measuring = dry or layout is None or not layout.has_processes
+    planned = [Planned(run, thorough=dry, measuring=measuring) for run in runs]
     seconds = seconds_of(planned, at_once, apart=apart)
     if dry and json_:
         shown = [item.to_json() for item in planned]
         print_json(shown[0] if len(shown) == 1 else {"runs": shown, "seconds": round(seconds, 1)})
     elif not json_:
         print_plan(planned, seconds, stdout() if dry else console)
+        if dry and layout is not None:
+            stdout().print(layout.text, markup=False, soft_wrap=True)
     return planned

@@ -14,7 +14,7 @@ import typer
 from ratp._core.locks import LOCK_FILE
 from ratp.cli import console
 from ratp.cli.console import check_out, data_options, decoding, print_json, print_note, say, stderr, write_out
-from ratp.cli.options import Json, OnBadImage, Quiet
+from ratp.cli.options import Json, MethodFile, OnBadImage, OwnBackbone, Quiet
 from ratp.data.cache.manifest import describe_skipped
 from ratp.data.read.listing import describe_unsupported
 from ratp.data.read.paths import is_given
@@ -35,18 +35,8 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="CSV file to write; default, and -: standard output.", show_default=False)
     ] = None,
-    method: Annotated[
-        Path | None,
-        typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
-    ] = None,
-    backbone: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:NAME",
-            help="A backbone of your own that the run has. Its code is executed.",
-            show_default=False,
-        ),
-    ] = None,
+    method: MethodFile = None,
+    backbone: OwnBackbone = None,
     on_bad_image: OnBadImage = "stop",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
     quiet: Quiet = False,

@@ -16,6 +16,7 @@ from ratp._core.files import safe_name
 from ratp._core.user_code import split_file
 from ratp.cli import options as opt
 from ratp.cli.console import (
+    check_side_by_side,
     data_options,
     decoding,
     parse_devices,
@@ -25,6 +26,7 @@ from ratp.cli.console import (
     print_note,
     print_notes,
     say,
+    say_layout,
     stderr,
     stdout,
 )
@@ -146,6 +148,7 @@ def run(
     device: opt.Device = "auto",
     precision: opt.Precision = "auto",
     jobs: opt.Jobs = "auto",
+    side_by_side: opt.SideBySide = "auto",
     save_config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all options to this .toml file and stop.")
     ] = None,
@@ -183,11 +186,13 @@ def run(
         folders = [path for path in (source, *(targets or ())) if path is not None]
         refuse_unknown(stream, methods, device, folders)
 
+    from ratp.executors.local import find_layout
     from ratp.runs.request import RunRequest
     from ratp.runs.run import Run
     from ratp.studies.execute import find_executor
 
     problems += problems_of(track) if track else []
+    check_side_by_side(side_by_side, problems)
     first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
@@ -219,6 +224,7 @@ def run(
                 raise ConfigError(f"--after {after} needs the new domains: --targets FOG")
             requests = [_inherited(requests[0], after, is_default)]
         plans = resolve_all(requests, [*problems, *wrong])
+        layout = find_layout(plans, devices, at_once, side_by_side)
         if save_config is not None:
             save(save_config, context)
             say(f"Written: {save_config}. Next: ratp run {shlex.quote(str(save_config))}")
@@ -240,12 +246,15 @@ def run(
     planned = []
     if dry_run or is_heard:
         shown = [current] if len(plans) == 1 else several
-        planned = show_plan(shown, stderr(), at_once=at_once, apart=not devices, dry=dry_run, json_=json_)
+        planned = show_plan(
+            shown, stderr(), at_once=at_once, apart=not devices, dry=dry_run, json_=json_, layout=layout
+        )
     if dry_run:
         return
     if len(plans) > 1:
         with track_all(several, track) if track else nullcontext() as tracking:
-            executor = find_executor(devices=devices)
+            tell = say_layout if is_heard else None
+            executor = find_executor(devices=devices, side_by_side=side_by_side, on_layout=tell)
             _run_several(several, out, at_once, executor, quiet=quiet, json_=json_, tracking=tracking)
         return
     if not json_:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ratp.cli.console import print_note, say, stderr
-from ratp.cli.options import Quiet
+from ratp.cli.options import MethodFile, OwnBackbone, Quiet
 
 
 def serve(
@@ -34,10 +34,8 @@ def serve(
     max_pixels: Annotated[int, typer.Option(metavar="N", help="Most pixels of an image.")] = 50_000_000,
     rate: Annotated[float, typer.Option(metavar="N", help="Requests per second and client address.")] = 200,
     timeout: Annotated[float, typer.Option(metavar="SEC", help="Time for an image to arrive.")] = 30,
-    method: Annotated[
-        Path | None,
-        typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
-    ] = None,
+    method: MethodFile = None,
+    backbone: OwnBackbone = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -54,7 +52,7 @@ def serve(
     console = stderr()
     with (
         interruptible(console, between_steps=False, advice="The server has stopped."),
-        Deployment(deployment, device=device, method=method) as model,
+        Deployment(deployment, device=device, method=method, backbone=backbone) as model,
     ):
         if adapt is not None:
             model.settings = replace(model.settings, adapt=adapt)  # type: ignore[arg-type]  # checked there

@@ -16,7 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ratp.cli import options as opt
-from ratp.cli.console import data_options, decoding, parse_devices, parse_jobs, print_json, say, stderr, stdout
+from ratp.cli.console import (
+    check_side_by_side,
+    data_options,
+    decoding,
+    parse_devices,
+    parse_jobs,
+    print_json,
+    say,
+    say_layout,
+    stderr,
+    stdout,
+)
 from ratp.cli.reports import read_whole
 from ratp.errors import ConfigError, RunDirectoryError, brief
 from ratp.runs.record import RunRecord, is_run
@@ -62,6 +73,7 @@ def run(
     precision: opt.Precision = "auto",
     trust_methods: TrustMethods = False,
     jobs: opt.Jobs = "auto",
+    side_by_side: opt.SideBySide = "auto",
     on: On = "local",
     ray_address: RayAddress = None,
     dry_run: opt.DryRun = False,
@@ -70,19 +82,22 @@ def run(
 ) -> None:
     """Execute all unfinished runs of a study. The same command continues it."""
     from ratp.cli.study_progress import follow_study
+    from ratp.executors.local import find_layout
     from ratp.runs.request import RunRequest
     from ratp.studies.execute import find_executor, without_stale_results
     from ratp.studies.file import read_study
 
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
+    check_side_by_side(side_by_side, problems)
     first, devices = parse_devices(device, precision, problems)
     options, wrong = data_options(data, on_bad_image, extra_classes, None)
     problems += wrong
     if on == "ray" and "," in device:
         problems.append("on a cluster Ray chooses the devices: use --device cuda or cpu, not a list.")
     try:
-        executor = find_executor(on, ray_address, devices)
+        tell = None if quiet or json_ else say_layout
+        executor = find_executor(on, ray_address, devices, "auto" if problems else side_by_side, tell)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
@@ -91,13 +106,15 @@ def run(
     study = _with_known(read_study(file, out, base, trust_methods=trust_methods), known)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         study = without_stale_results(study, progress)
+    plans = [entry.plan for entry in study.remaining()]
+    layout = find_layout(plans, devices, at_once, side_by_side) if on == "local" else None
     if not dry_run:
         study.claim()
     if dry_run or not (quiet or json_):
         from ratp.cli.study_plan import show_study_plan
 
         apart = on == "local" and not devices
-        show_study_plan(study, stderr(), at_once=at_once, apart=apart, dry=dry_run, json_=json_)
+        show_study_plan(study, stderr(), at_once=at_once, apart=apart, dry=dry_run, json_=json_, layout=layout)
     if dry_run:
         return
     follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")

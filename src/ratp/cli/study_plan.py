@@ -13,6 +13,7 @@ from ratp._core.environment import device_name
 from ratp.cli.console import print_json, size_text, stdout
 from ratp.cli.planned import Planned, about_time, advise, seconds_of
 from ratp.errors import RatpError
+from ratp.executors.layout import Layout
 from ratp.runs.run import Run
 from ratp.studies.study import Entry, Study
 
@@ -21,11 +22,21 @@ _MOST_SECONDS = 60.0
 
 
 def show_study_plan(
-    study: Study, console: Console, *, at_once: int | None, apart: bool, dry: bool, json_: bool
+    study: Study,
+    console: Console,
+    *,
+    at_once: int | None,
+    apart: bool,
+    dry: bool,
+    json_: bool,
+    layout: Layout | None = None,
 ) -> None:
-    """Prints what remains to be run, with an estimate; runs that differ in seed and order alone are measured once."""
-    todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
-    planned = _planned(todo)
+    """Prints what remains to be run, with an estimate; runs that differ in seed and order alone are measured once.
+
+    If the runs get processes, nothing is measured here: MPS starts before this process uses the GPU.
+    """
+    todo = study.remaining()
+    planned = _planned(todo, measuring=dry or layout is None or not layout.has_processes)
     found = [item for item in planned if item is not None and item.estimate is not None]
     unknown = len(planned) - len(found)
     seconds = seconds_of(found, at_once, apart=apart) * (1 + unknown / len(found)) if found else 0.0
@@ -52,9 +63,11 @@ def show_study_plan(
         out.print(f"{steps:,} steps, about {about_time(seconds)}{others}", soft_wrap=True)
         out.print(f"about {size_text(memory)} a run; {device.type}: {escape(device_name(device))}", soft_wrap=True)
         advise(found[0].run.plan, seconds, out)
+    if dry and layout is not None:
+        out.print(layout.text, markup=False, soft_wrap=True)
 
 
-def _planned(entries: Sequence[Entry]) -> list[Planned | None]:
+def _planned(entries: Sequence[Entry], *, measuring: bool) -> list[Planned | None]:
     """An estimate for every entry; None where there is none. Images are forgotten again.
 
     There is none for methods from files: their code runs only where the runs are executed.
@@ -67,6 +80,6 @@ def _planned(entries: Sequence[Entry]) -> list[Planned | None]:
         by_settings[entry.settings] = None
         run = Run(entry.plan, entry.folder, reuse_source=True, wait=True)
         with suppress(RatpError):  # the run itself reports it
-            by_settings[entry.settings] = Planned(run, thorough=True)
+            by_settings[entry.settings] = Planned(run, thorough=True, measuring=measuring)
         run.forget()
     return [by_settings.get(entry.settings) for entry in entries]

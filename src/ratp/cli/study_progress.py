@@ -40,7 +40,7 @@ def follow_study(
         if quiet:
             make(on_event=lambda run, event: stop.check())
             return
-        todo = [entry for entry in study.entries if study.state(entry) not in ("finished", "running")]
+        todo = study.remaining()
         watcher, images = StudyWatcher(todo), _ImageNotes(study, console)
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
         left = TextColumn("[dim]{task.fields[left]}[/]")

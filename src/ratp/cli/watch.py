@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ratp.cli.console import check_out, print_json, say, stderr
-from ratp.cli.options import Json, Quiet
+from ratp.cli.options import Json, MethodFile, OwnBackbone, Quiet
 from ratp.errors import ConfigError, RatpError
 
 if TYPE_CHECKING:
@@ -53,10 +53,8 @@ def watch(
     patience: Annotated[
         float, typer.Option(metavar="SEC", help="How long to retry a file that is no complete image.")
     ] = 10,
-    method: Annotated[
-        Path | None,
-        typer.Option(help="The .py file of a custom method. Its code is executed.", show_default=False),
-    ] = None,
+    method: MethodFile = None,
+    backbone: OwnBackbone = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
     quiet: Quiet = False,
     json_: Json = False,
@@ -87,7 +85,7 @@ def watch(
     console = stderr()
     with (
         interruptible(console) as stop,
-        Deployment(deployment, device=device, method=method) as model,
+        Deployment(deployment, device=device, method=method, backbone=backbone) as model,
         closing(Answers(place)) as answers,
         _display(model, console, quiet=quiet or json_) as display,
     ):

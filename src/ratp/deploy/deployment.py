@@ -28,6 +28,7 @@ from ratp.deploy.settings import Settings
 from ratp.deploy.store import Store, Version
 from ratp.errors import ConfigError, RatpError, TrainingError, brief
 from ratp.guard.watch import Predictions, Watch, gain, recognition
+from ratp.networks.own import Given
 from ratp.runs.load import LoadedRun, load
 from ratp.training.finite import lost_weights
 from ratp.training.method import Method
@@ -91,16 +92,24 @@ class Deployment:
         ...         print(model.adapt())
     """
 
-    def __init__(self, folder: Path | str, *, device: str = "auto", method: Path | str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        device: str = "auto",
+        method: Path | str | None = None,
+        backbone: Given | None = None,
+    ) -> None:
         """Opens the deployment in ``folder``.
 
         Args:
             folder: Its directory.
             device: Where to compute.
             method: The file of a custom method, a program that is run only because you name it.
+            backbone: The network of your own that the model has, as for :func:`ratp.load`.
         """
         self._store = Store(Path(folder))
-        self._load = partial(load, Path(folder) / "run", device=device, method=method)
+        self._load = partial(load, Path(folder) / "run", device=device, method=method, backbone=backbone)
         self._mutex = threading.RLock()  # of what observing, adapting and going back change
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
@@ -122,6 +131,7 @@ class Deployment:
         settings: Settings | None = None,
         device: str = "auto",
         method: Path | str | None = None,
+        backbone: Given | None = None,
     ) -> Self:
         """Starts a deployment of a trained run.
 
@@ -133,8 +143,9 @@ class Deployment:
             settings: How to adapt; None: as :class:`Settings` has it.
             device: Where to compute.
             method: The file of a custom method.
+            backbone: The network of your own that the run has.
         """
-        loaded = load(run, device=device, method=method)
+        loaded = load(run, device=device, method=method, backbone=backbone)
         check_images(source.images, loaded.image_size)
         if source.classes != loaded.classes:
             raise ConfigError(
@@ -150,7 +161,7 @@ class Deployment:
             store.add(loaded.method.state(), [reference], f"deployed from a run of {loaded.method.name}")
         finally:
             store.close()
-        return cls(folder, device=device, method=method)
+        return cls(folder, device=device, method=method, backbone=backbone)
 
     def __enter__(self) -> Self:
         return self

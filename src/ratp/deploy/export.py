@@ -29,6 +29,7 @@ from ratp.deploy.onnx_file import INPUT, check_onnx, in_batches, run_onnx, to_ha
 from ratp.deploy.source import source_images
 from ratp.deploy.store import is_deployment, read_current
 from ratp.errors import ConfigError, RatpError, RunDirectoryError, brief, unknown
+from ratp.networks.own import Given
 from ratp.runs.load import LoadedRun, load
 from ratp.streams import STREAMS, find_stream
 from ratp.streams.files import load_domains
@@ -101,6 +102,7 @@ def export(
     int8: bool = False,
     options: DataOptions | None = None,
     method: Path | str | None = None,
+    backbone: Given | None = None,
 ) -> tuple[Exported, ...]:
     """Exports a trained model; nothing is written unless the file predicts as the model does.
 
@@ -115,13 +117,14 @@ def export(
         int8: Whether to write a second file in 8-bit integers, with ``-int8`` in its name.
         options: How to read images.
         method: The file of a custom method, a program that is run only because you name it.
+        backbone: The network of your own that the run has, as for :func:`ratp.load`.
 
     Returns:
         The files, the one in full precision first.
     """
     check_request(to, half=half, int8=int8)
     reading = options or DataOptions()
-    trained = _load(Path(run), method)
+    trained = _load(Path(run), method, backbone)
     given = None if labelled is None else Path(labelled)
     domains = _labelled(trained, given, reading) if half or int8 or given else []
     pictures, origin = _pictures(trained, [Path(item) for item in images], domains, reading)
@@ -175,10 +178,10 @@ def beside(path: Path, precision: Kind) -> Path:
     return path.with_name(f"{path.stem}-{precision}{path.suffix}")
 
 
-def _load(folder: Path, method: Path | str | None) -> _Trained:
+def _load(folder: Path, method: Path | str | None, backbone: Given | None) -> _Trained:
     """Loads the method of a run, or of the version of a deployment that answers."""
     deployed = read_current(folder) if is_deployment(folder) else None
-    run = load(folder / "run" if deployed else folder, device="cpu", method=method)
+    run = load(folder / "run" if deployed else folder, device="cpu", method=method, backbone=backbone)
     height, width = run.image_size
     about = {
         "classes": json.dumps(run.classes, ensure_ascii=False),

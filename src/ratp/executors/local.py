@@ -1,30 +1,29 @@
 """Executes runs side by side on this machine, so that small networks fill a GPU, or all cores of a CPU.
 
-On a GPU every run has its own thread and streams: a training step is one replay of a graph, which hardly needs the
-interpreter. On a CPU every run has a process that computes with one thread. Several devices have a process each, which
-sees only that device, because recording a graph stalls all runs of its process. No run affects another's result.
+On a GPU runs share the device as :mod:`ratp.executors.layout` chooses: each has its own process, or its own thread and
+streams. On a CPU every run has a process that computes with one thread. Of several devices, each has processes that see
+only that device. No run affects another's result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ratp._core.environment import usable_cores
 from ratp.errors import ConfigError
 from ratp.executors.lanes import Lane, stream_lanes
+from ratp.executors.layout import Gpu, Layout, check_way, choose, most_in_process, threads_by_default
+from ratp.executors.mps import MpsError, mps
 from ratp.executors.pool import Listener, Pool, Result
-from ratp.executors.process import ProcessGoneError, Worker
-from ratp.networks.backbones import TIMM
+from ratp.executors.process import ProcessGoneError, Worker, visible
 from ratp.runs.events import Event
+from ratp.runs.plan import RunPlan
 from ratp.runs.run import Run
 
-# Torch has 32 streams per device, and a run needs two.
-MOST_ON_GPU = 15
-# Default for runs of small networks that share a GPU; large networks fill it alone.
-SMALL_ON_GPU = 8
 # Deaths in a row after which a lane of one of several devices gives up and leaves its runs to the others.
 MOST_DEATHS = 2
 
@@ -34,7 +33,9 @@ def run_all(
     *,
     devices: Sequence[torch.device] = (),
     at_once: int | None = None,
+    side_by_side: str = "auto",
     one_thread: bool = False,
+    on_layout: Callable[[Layout], None] | None = None,
     on_event: Listener | None = None,
     on_end: Callable[[Run, Result], None] | None = None,
 ) -> list[Result]:
@@ -47,10 +48,13 @@ def run_all(
         runs: What to run, each with its own directory.
         devices: Several devices to share the runs (:func:`ratp._core.environment.find_devices`); one that occurs twice
             has two processes. By default each run's own device. A single run always executes here, on its own device.
-        at_once: How many at the same time on each device: by default one per core, and on a GPU eight with DTN, one
-            with larger networks. With 1, runs follow one another in this thread, unless devices are given.
+        at_once: How many at the same time on each device: by default one per core, and on a GPU as many as its size
+            and the networks allow. With 1, runs follow one another in this thread, unless devices are given.
+        side_by_side: How runs share a GPU: ``threads`` of one process, ``processes``, processes under ``mps``, ``off``
+            (one after another), or ``auto``.
         one_thread: Whether runs on a CPU compute with one thread even if they follow one another, so that the result
             does not depend on how many run at once; otherwise such runs use all threads.
+        on_layout: Called with the way in which runs share a GPU.
         on_event: Called with every event of every run, by one thread at a time; other processes send events about
             steps a few times per second. What it raises stops all runs.
         on_end: Called with the result of every run, likewise; the run then drops its images and networks.
@@ -59,20 +63,63 @@ def run_all(
         For every run its record, or the error that ended it.
     """
     check_at_once(at_once)
+    check_way(side_by_side)
     pool = Pool(runs, on_event, on_end)
-    shared = bool(devices) and len(runs) > 1
-    if shared:
-        for run in runs:
-            run.forget(images=False)  # networks are built where they are trained
-        torch.cuda.empty_cache()
+    devices = devices if len(runs) > 1 else ()
     for group in _groups(runs):
         members = [runs[index] for index in group]
-        lanes = _device_lanes(members, devices, at_once) if shared else _lanes(members, at_once, one_thread)
-        if lanes:
-            pool.at_once(group, lanes)
-        else:
-            pool.in_turn(group)
+        layout = find_layout([run.plan for run in members], devices, at_once, side_by_side)
+        places = devices or [members[0].plan.device]
+        with _started(layout, places, on_layout) as (layout, environment):
+            if devices or (layout and layout.has_processes):
+                for run in members:
+                    run.forget(images=False)  # networks are built where they are trained
+                torch.cuda.empty_cache()
+            at_most = layout.count if layout else at_once
+            if layout and layout.has_processes:
+                lanes: Sequence[Lane] = _process_lanes(places, layout.count, len(members), environment)
+            else:
+                lanes = _device_lanes(members, devices, at_most) if devices else _lanes(members, at_most, one_thread)
+            if lanes:
+                pool.at_once(group, lanes)
+            else:
+                pool.in_turn(group)
     return pool.results()
+
+
+def find_layout(
+    plans: Sequence[RunPlan], devices: Sequence[torch.device], at_once: int | None, side_by_side: str = "auto"
+) -> Layout | None:
+    """How some runs share their GPU; None on a CPU, for a single run, and for devices whose processes are listed."""
+    check_way(side_by_side)
+    if not plans:
+        return None
+    gpus = [device for device in (devices or [plans[0].device]) if device.type == "cuda"]
+    if not gpus:
+        if side_by_side not in ("auto", "off", "processes"):
+            raise ConfigError(f"--side-by-side {side_by_side} needs a GPU; on a CPU each run has its own process.")
+        return Layout("off", 1, "as requested") if side_by_side == "off" else None
+    most = max(Counter(devices).values(), default=1)
+    if len(plans) == 1 or (side_by_side == "auto" and (most > 1 or len(gpus) < len(devices))):
+        return None
+    return choose(plans, Gpu.of(gpus[0]), side_by_side, most if most > 1 and side_by_side != "threads" else at_once)
+
+
+@contextmanager
+def _started(
+    layout: Layout | None, devices: Sequence[torch.device], on_layout: Callable[[Layout], None] | None
+) -> Iterator[tuple[Layout | None, Mapping[str, str]]]:
+    """Starts MPS for the block if the layout needs it; yields the layout that is possible, and an environment."""
+    environment: Mapping[str, str] = {}
+    with ExitStack() as stack:
+        if layout is not None and layout.way == "mps":
+            try:
+                environment = stack.enter_context(mps(visible(devices[0])))
+            except MpsError as error:
+                layout = layout.without_mps(str(error))
+        if layout is not None and on_layout is not None:
+            on_layout(layout)
+        yield layout, environment
 
 
 class WorkerLane(Lane):
@@ -100,7 +147,7 @@ def _lanes(runs: Sequence[Run], at_once: int | None, one_thread: bool) -> Sequen
     if device.type != "cuda":  # the number of threads affects the last bits, so it depends only on what was requested
         is_alone = (at_once or count) == 1 and not one_thread
         return [] if is_alone else [WorkerLane(Worker(device)) for _ in range(count)]
-    count = min(count, most_in_process(runs))
+    count = min(count, most_in_process([run.plan for run in runs]))
     if count == 1:
         return []
     torch.cuda.synchronize(device)  # what was built so far was built on another stream
@@ -111,10 +158,19 @@ def _device_lanes(runs: Sequence[Run], devices: Sequence[torch.device], at_once:
     """Lanes on several devices: one of each in turn, until each has its share or there are enough."""
     cpus = sum(device.type == "cpu" for device in devices)  # entries for the CPU share its cores
     shares = [max(default_at_once(runs, d) // (cpus if d.type == "cpu" else 1), 1) for d in devices]
-    counts = [min(at_once or share, most_in_process(runs)) for share in shares]
+    counts = [min(at_once or share, most_in_process([run.plan for run in runs])) for share in shares]
     places = [k for turn in range(max(counts)) for k, count in enumerate(counts) if turn < count][: len(runs)]
     workers = {k: Worker(devices[k], slots) for k, slots in Counter(places).items()}
     return [WorkerLane(workers[k], MOST_DEATHS) for k in places]
+
+
+def _process_lanes(
+    devices: Sequence[torch.device], count: int, most: int, environment: Mapping[str, str]
+) -> list[WorkerLane]:
+    """At most ``most`` lanes with a process each: ``count`` on every device, or those that are listed."""
+    is_listed = len({*devices}) < len(devices)
+    places = devices if is_listed else [device for _ in range(count) for device in devices]
+    return [WorkerLane(Worker(device, environment=environment), MOST_DEATHS) for device in places[:most]]
 
 
 def check_at_once(at_once: int | None) -> None:
@@ -124,10 +180,8 @@ def check_at_once(at_once: int | None) -> None:
 
 
 def default_at_once(runs: Sequence[Run], device: torch.device) -> int:
-    """How many runs to execute at once: one per core; on a GPU, several if their networks are small."""
-    if device.type != "cuda":
-        return usable_cores()
-    return SMALL_ON_GPU if all(run.plan.recipe.network.backbone == "dtn" for run in runs) else 1
+    """How many runs to execute at once: one per core; on a GPU, several threads if their networks are small."""
+    return threads_by_default([run.plan for run in runs]) if device.type == "cuda" else usable_cores()
 
 
 def _groups(runs: Sequence[Run]) -> list[list[int]]:
@@ -136,8 +190,3 @@ def _groups(runs: Sequence[Run]) -> list[list[int]]:
     for index, run in enumerate(runs):
         groups.setdefault((str(run.plan.device), run.plan.precision), []).append(index)
     return list(groups.values())
-
-
-def most_in_process(runs: Sequence[Run]) -> int:
-    """How many of these runs may share a process: one if their layers may use the process's default generator."""
-    return 1 if any(run.plan.recipe.network.backbone.startswith(TIMM) for run in runs) else MOST_ON_GPU

@@ -16,7 +16,7 @@ from ratp.errors import Note, RatpError
 from ratp.executors.lanes import Lane
 from ratp.executors.process import ProcessGoneError
 from ratp.executors.protocol import OtherPlanError, memory_error, unexpected
-from ratp.runs.events import Event, StageFinished
+from ratp.runs.events import Event, StageFinished, Waiting
 from ratp.runs.record import RunRecord
 from ratp.runs.run import Run
 
@@ -31,6 +31,10 @@ class RetryWarning(Note):
     """The process of a run died: the run continues in another."""
 
 
+class _PostponedError(Exception):
+    """A run waits for another to train its source network, and a run that need not wait can have its place."""
+
+
 class Pool:
     """Runs to execute, and their results."""
 
@@ -39,6 +43,8 @@ class Pool:
     ) -> None:
         self._runs, self._on_event, self._on_end = runs, on_event, on_end
         self._results: dict[int, Result] = {}
+        self._todo = deque[int]()
+        self._postponed: set[int] = set()
         self._retries = Counter[int]()
         self._deaths: dict[int, str] = {}
         self._calling = threading.Lock()
@@ -57,7 +63,8 @@ class Pool:
 
     def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
         """Executes as many runs at once as there are lanes."""
-        todo, left = deque(indices), deque[int]()
+        todo, left = deque(self._spread(indices)), deque[int]()
+        self._todo = todo
         while todo and (usable := [lane for lane in lanes if not lane.gave_up]):
             self._share(todo, left, usable)  # again, if a lane gave up after the others had finished
         for index in todo:
@@ -67,6 +74,17 @@ class Pool:
             self._end(index, RatpError(f"no process is left to execute {name}: {why}. The same command continues."))
             self._raise_failure()
         self.in_turn(sorted(left))
+
+    def _spread(self, indices: Sequence[int]) -> list[int]:
+        """The runs in an order in which those that may share a source network do not start together."""
+        seen = Counter[tuple[object, ...]]()
+        turns: dict[int, int] = {}
+        for index in indices:
+            plan = self._runs[index].plan
+            source = plan.spec.name, plan.order[0], plan.seed
+            turns[index] = seen[source]
+            seen[source] += self._runs[index].options.reuse_source
+        return sorted(indices, key=turns.__getitem__)
 
     def _share(self, todo: deque[int], left: deque[int], lanes: Sequence[Lane]) -> None:
         """Has each lane execute runs until none is left or it gives up.
@@ -103,7 +121,7 @@ class Pool:
                         self._execute(index, lane.events)
                     except OtherPlanError:
                         left.append(index)
-                    except ProcessGoneError:
+                    except (ProcessGoneError, _PostponedError):
                         todo.append(index)
         except BaseException as error:
             self._fail(error)
@@ -118,6 +136,9 @@ class Pool:
             with closing(events_of(run)) as events:
                 for event in events:
                     self._report(run, event)
+                    if isinstance(event, Waiting) and not self._postponed.issuperset(tuple(self._todo)):
+                        self._postponed.add(index)
+                        raise _PostponedError
                     if isinstance(event, StageFinished):
                         del self._retries[index]
                     if self._stop.is_set():
@@ -129,7 +150,7 @@ class Pool:
             result = error
         except RatpError as error:
             result = error
-        except OtherPlanError:
+        except (OtherPlanError, _PostponedError):
             raise
         except torch.OutOfMemoryError as error:
             result = memory_error(run, error)

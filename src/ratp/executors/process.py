@@ -59,10 +59,11 @@ class ProcessGoneError(RatpError):
 class Worker:
     """Executes runs in another process, which starts with the first run and again after it died."""
 
-    def __init__(self, device: torch.device, slots: int = 1) -> None:
+    def __init__(self, device: torch.device, slots: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self.device = torch.device(device.type)  # the process sees one GPU only
         self._settings = {"device": device.type, "slots": slots}
         self._environment = {"CUDA_VISIBLE_DEVICES": visible(device)} if device.type == "cuda" else ONE_THREAD
+        self._first: Mapping[str, str] = environment or {}  # the first process has it; if it dies, no other
         self._lock = threading.Lock()
         self._users = 0
         self._process: _Process | None = None
@@ -85,9 +86,9 @@ class Worker:
         with self._lock:
             if self._process is not None and self._process.gone:
                 self._process.close()
-                self._process = None
+                self._process, self._first = None, {}
             if self._process is None:
-                self._process = _Process(self._settings, self._environment)
+                self._process = _Process(self._settings, {**self._environment, **self._first})
             process = self._process
         yield from process.events(work)
 

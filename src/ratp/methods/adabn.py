@@ -48,7 +48,7 @@ class AdaBN(BatchStatistics):
     title = "AdaBN: statistics of the target, no gradient step"
     family = "control"
     paper = "Li et al., Revisiting Batch Normalization For Practical Domain Adaptation, ICLR workshop 2017"
-    needs = "no memory, one pass over a target"
+    needs = "BatchNorm, batch statistics, no exemplars, one pass over a target"
     config_type = AdaBNConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_batches"

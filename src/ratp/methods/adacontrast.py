@@ -162,7 +162,7 @@ class AdaContrast(BatchStatistics):
     title = "AdaContrast: contrastive test-time adaptation"
     family = "test-time adaptation"
     paper = "Chen et al., Contrastive Test-Time Adaptation, CVPR 2022"
-    needs = "exemplars for replay, two networks, two passes over a target"
+    needs = "batch statistics, exemplars for replay, two networks, two passes over a target, square images"
     config_type = AdaContrastConfig
     saved = "bank _optimiser _changes _steps _made _shown _looked"
     large: ClassVar[Mapping[str, Any]] = {

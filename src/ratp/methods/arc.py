@@ -133,7 +133,7 @@ class ARC(OldModelMethod):
     title = "ARC: augment, replay, be consistent"
     family = "continual domain shift learning"
     paper = "none; this package"
-    needs = "memory, many passes over a target"
+    needs = "exemplars, many passes over a target"
     config_type = ARCConfig
     config: ARCConfig
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {

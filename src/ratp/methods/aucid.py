@@ -214,7 +214,7 @@ class AuCID(NetworkMethod):
     title = "AuCID: lifelong adaptation by a consolidated internal distribution"
     family = "continual domain adaptation"
     paper = "Rostami, Lifelong Domain Adaptation via Consolidated Internal Distribution, NeurIPS 2021"
-    needs = "memory, a mixture of embeddings, many passes over a target"
+    needs = "exemplars, a mixture of embeddings, many passes over a target"
     config_type = AuCIDConfig
     config: AuCIDConfig
 

@@ -95,7 +95,7 @@ class BMD(SourceFreeMethod):
         **{(stream, "own-head"): {"lr": 0.001} for stream, _ in SHOT_RATES},
         ("demo", "own-head"): SHOT_RATE,
     }
-    needs = "memory, many passes over a target"
+    needs = "exemplars, many passes over a target"
     config: BMDConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:

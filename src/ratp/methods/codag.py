@@ -89,7 +89,7 @@ class CoDAG(NoisyLabelMethod):
     )
     config_type = CoDAGConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
-    needs = "memory, two networks, many passes over a target, further phases"
+    needs = "its own source training, exemplars, two networks, many passes over a target, further phases"
     config: CoDAGConfig
 
     def __init__(self, setting: Setting, config: CoDAGConfig) -> None:

@@ -85,7 +85,7 @@ class CoTTA(BatchStatistics):
     title = "CoTTA: continual test-time adaptation"
     family = "continual domain adaptation"
     paper = "Wang et al., Continual Test-Time Domain Adaptation, CVPR 2022"
-    needs = "exemplars for replay, three networks, one pass over a target"
+    needs = "batch statistics, exemplars for replay, three networks, one pass over a target"
     config_type = CoTTAConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_optimiser _changes _chance _averaged _batches"

@@ -90,7 +90,7 @@ class DeYO(SelectiveMethod):
     title = "DeYO: test-time adaptation to what depends on shape"
     family = "test-time adaptation"
     paper = "Lee et al., Entropy is not Enough for Test-Time Adaptation, ICLR 2024"
-    needs = "exemplars for replay, one pass over a target"
+    needs = "normalisation layers, batch statistics, exemplars for replay, one pass over a target"
     config_type = DeYOConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_order"

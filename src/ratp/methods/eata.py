@@ -83,8 +83,12 @@ class EATA(SelectiveMethod):
     title = "EATA: efficient test-time adaptation without forgetting"
     family = "test-time adaptation"
     paper = "Niu et al., Efficient Test-Time Model Adaptation without Forgetting, ICML 2022"
-    needs = "exemplars for replay, Fisher information of the source, one pass over a target"
+    needs = (
+        "normalisation layers, batch statistics, exemplars for replay, Fisher information of the source, "
+        "one pass over a target"
+    )
     config_type = EATAConfig
+    source_free = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     large: ClassVar[Mapping[str, Any]] = {**LARGE_STEPS, "fisher_weight": 2000.0}
 

@@ -112,7 +112,7 @@ class EFDM(PseudoLabelMethod):
         "Zhang et al., Exact Feature Distribution Matching for Arbitrary Style Transfer and Domain Generalization, "
         "CVPR 2022"
     )
-    needs = "source labels, memory, pseudo-labels of targets"
+    needs = "its own source training, exemplars, many passes over a target"
     config_type = EFDMConfig
     large: ClassVar[Mapping[str, Any]] = {"blocks": (1, 2, 3)}
     config: EFDMConfig

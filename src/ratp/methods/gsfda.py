@@ -264,7 +264,7 @@ class GSFDA(CopyingMethod):
             ("folders", {**SHOT_RATE, "r_con": 0.5}),
         )
     }
-    needs = "memory, many passes over a target, number of domains"
+    needs = "its own source training, exemplars, many passes over a target, number of domains"
     needs_bottleneck = True
     config: GSFDAConfig
 

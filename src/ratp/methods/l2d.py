@@ -150,7 +150,7 @@ class L2D(PseudoLabelMethod):
     title = "L2D: learning to diversify"
     family = "single domain generalisation"
     paper = "Wang et al., Learning to Diversify for Single Domain Generalization, ICCV 2021"
-    needs = "source labels, memory, pseudo-labels of targets, a style module"
+    needs = "its own source training, exemplars, a style module, many passes over a target"
     config_type = L2DConfig
     # The demo's rate is for SGD without momentum; momentum 0.9 makes a step ten times as long.
     stream_values: ClassVar[Mapping[tuple[str, str], Mapping[str, Any]]] = {

@@ -111,7 +111,7 @@ class MPM(NoisyLabelMethod):
     paper = "Sun et al., Multi-Prototype Modeling for Unsupervised Continual Domain Shift Learning, CVPR 2025"
     config_type = MPMConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
-    needs = "memory, a classifier per domain, many passes over a target, further phases"
+    needs = "its own source training, exemplars, a classifier per domain, many passes over a target, further phases"
     config: MPMConfig
 
     def __init__(self, setting: Setting, config: MPMConfig) -> None:

@@ -34,7 +34,7 @@ class Oracle(NetworkMethod):
     family = "control"
     paper = "none"
     config_type = OracleConfig
-    needs = "the labels of targets, memory"
+    needs = "the labels of targets, exemplars, many passes over a target"
 
     @classmethod
     def uses_target_labels(cls, config: Any) -> bool:

@@ -72,7 +72,7 @@ class PCL(CopyingMethod, PseudoLabelMethod):
     title = "PCL: proxy-based contrastive learning"
     family = "multiple domain generalisation"
     paper = "Yao et al., PCL: Proxy-based Contrastive Learning for Domain Generalization, CVPR 2022"
-    needs = "source labels, memory, pseudo-labels of targets"
+    needs = "its own source training, exemplars, many passes over a target"
     config_type = PCLConfig
     config: PCLConfig
 

@@ -214,7 +214,7 @@ class PDEN(PseudoLabelMethod):
     title = "PDEN: progressive domain expansion"
     family = "single domain generalisation"
     paper = "Li et al., Progressive Domain Expansion Network for Single Domain Generalization, CVPR 2021"
-    needs = "source labels, memory, pseudo-labels of targets, generators"
+    needs = "its own source training, exemplars, generators, many passes over a target"
     config_type = PDENConfig
     large: ClassVar[Mapping[str, Any]] = {"recompute": True}
     config: PDENConfig

@@ -155,7 +155,7 @@ class RaTP(OldModelMethod):
     title = "RaTP: RandMix, Top² pseudo labels, prototype contrastive alignment"
     family = "continual domain shift learning"
     paper = "Liu et al., Deja Vu: Continual Model Generalization for Unseen Domains, ICLR 2023"
-    needs = "memory, many passes over a target"
+    needs = "exemplars, many passes over a target"
     config_type = RaTPConfig
     config: RaTPConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": PAPER}

@@ -92,8 +92,9 @@ class RMT(BatchStatistics):
     title = "RMT: robust mean teacher"
     family = "test-time adaptation"
     paper = "Döbler et al., Robust Mean Teacher for Continual and Gradual Test-Time Adaptation, CVPR 2023"
-    needs = "exemplars for replay, prototypes of the source, two networks, one pass over a target"
+    needs = "batch statistics, exemplars for replay, prototypes of the source, two networks, one pass over a target"
     config_type = RMTConfig
+    source_free = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_optimiser _changes"
     large: ClassVar[Mapping[str, Any]] = {"step.optimiser": "sgd", "step.rate": 0.01, "flip": 0.5}

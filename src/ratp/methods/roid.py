@@ -105,7 +105,7 @@ class ROID(AnchoredMethod):
         "Marsden et al., Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior "
         "Correction, WACV 2024"
     )
-    needs = "exemplars for replay, one pass over a target"
+    needs = "normalisation layers, batch statistics, exemplars for replay, one pass over a target"
     config_type = ROIDConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_changes"

@@ -86,7 +86,7 @@ class SAR(AnchoredMethod):
     title = "SAR: sharpness-aware and reliable entropy minimisation"
     family = "test-time adaptation"
     paper = "Niu et al., Towards Stable Test-Time Adaptation in Dynamic Wild World, ICLR 2023"
-    needs = "exemplars for replay, one pass over a target"
+    needs = "normalisation layers, batch statistics, exemplars for replay, one pass over a target"
     config_type = SARConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     saved = "_recoveries"

@@ -56,7 +56,7 @@ class SHOT(CopyingMethod, SourceFreeMethod):
     config_type = SHOTConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": OWN_HEAD}
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
-    needs = "memory, many passes over a target"
+    needs = "exemplars, many passes over a target"
     config: SHOTConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:

@@ -42,7 +42,7 @@ class SHOTPlus(SourceFreeMethod):
     config_type = RotationConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": OWN_HEAD}
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1}
-    needs = "memory, many passes over a target, square images"
+    needs = "exemplars, many passes over a target, square images"
     config: RotationConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:

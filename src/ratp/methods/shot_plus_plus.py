@@ -138,7 +138,7 @@ class SHOTPlusPlus(SourceFreeMethod):
     config_type = SHOTPlusPlusConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"own-head": OWN_HEAD}
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "gamma": 0.6, "backbone_rate": 0.1, "mixmatch.alpha": 0.75}
-    needs = "memory, many passes over a target, square images, further phases"
+    needs = "exemplars, many passes over a target, square images, further phases"
     config: SHOTPlusPlusConfig
 
     def target_phases(self, domain: UnlabelledDomain) -> Sequence[Phase]:

@@ -142,7 +142,7 @@ class SNR(CopyingMethod, PseudoLabelMethod):
     title = "SNR: style normalisation and restitution, trained as SHOT"
     family = "unified adaptation and generalisation"
     paper = "Jin et al., Style Normalization and Restitution for Domain Generalization and Adaptation, IEEE TMM 2021"
-    needs = "source labels, memory, pseudo-labels of targets"
+    needs = "its own source training, exemplars, many passes over a target"
     config_type = SNRConfig
     large: ClassVar[Mapping[str, Any]] = {"beta": 0.3, "backbone_rate": 0.1}
     config: SNRConfig

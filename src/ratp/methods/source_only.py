@@ -36,6 +36,7 @@ class SourceOnly(NetworkMethod):
     config_type = SourceOnlyConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     ignores_targets = True
+    source_free = True
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:
         """Returns one phase of cross-entropy."""

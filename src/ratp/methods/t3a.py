@@ -10,6 +10,9 @@ The network's classifier holds the adjusted rows, so its weights alone predict; 
 running statistics. ``exemplars`` adds the memory to the supports, with stored labels and entropy 0: exemplars then come
 first, and M of them per class leave no room for others.
 
+A classifier with a bias gives labels and entropies with it, as published, and predicts without: the adjusted rows have
+none, so the network's is set to 0 with the first batch.
+
 Deviations from the published code: M = 0 keeps all supports (its filter_K = −1, meant to, drops the worst of each class
 on every call); a row of W supports its own class whatever W predicts for it, so every class has a support. Batches
 have the recipe's size (32 in the paper). M is 20; the paper selects it by validation on the source.
@@ -26,13 +29,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ratp.config import switch
-from ratp.errors import ConfigError
 from ratp.functional.losses import logit_entropy
 from ratp.functional.numerics import ranks_within
 from ratp.functional.optim import WITH_MOMENTUM, SGDConfig
 from ratp.methods.shared.online import OnlineNetwork
 from ratp.training.method import Setting, pack, unpack
-from ratp.training.recipe import Recipe, run_in_chunks
+from ratp.training.recipe import run_in_chunks
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,11 @@ class Supports(NamedTuple):
         return F.normalize(F.one_hot(self.labels, classes).to(self.vectors).T @ self.vectors, dim=1)
 
 
-def supports_of(embeddings: Tensor, weight: Tensor, labels: Tensor | None = None) -> Supports:
+def supports_of(
+    embeddings: Tensor, weight: Tensor, labels: Tensor | None = None, bias: Tensor | float = 0.0
+) -> Supports:
     """Turns embeddings into supports, with labels (unless given) and entropies from a classifier."""
-    logits = embeddings @ weight.T
+    logits = embeddings @ weight.T + bias
     labels = logits.argmax(dim=1) if labels is None else labels
     vectors = F.normalize(embeddings, dim=1)
     return Supports(vectors, labels, logit_entropy(logits), torch.zeros_like(labels, dtype=torch.bool))
@@ -94,14 +98,9 @@ class T3A(OnlineNetwork):
     def __init__(self, setting: Setting, config: T3AConfig) -> None:
         super().__init__(setting, config)
         self.weight: Tensor | None = None  # W, the classifier after the source; None before the first batch of a target
+        self.bias: Tensor | None = None  # its bias, if it has one
         # the supports of the current classifier; None before the first batch of a target
         self.supports: Supports | None = None
-
-    @classmethod
-    def check_recipe(cls, recipe: Recipe) -> None:
-        """Raises a ConfigError if the classifier has a bias, which means of embeddings have not."""
-        if recipe.network.bias:
-            raise ConfigError(f"{cls.name} classifies by rows without a bias: leave network.bias at false.")
 
     @property
     def keeps_exemplars(self) -> bool:
@@ -113,14 +112,16 @@ class T3A(OnlineNetwork):
         """Starts with the supports of W or of earlier targets, and adds the memory if ``exemplars`` is on."""
         if self.weight is None:
             self.weight = self.network.prototypes.detach().clone()
+            bias = self.network.classifier.bias
+            self.bias = None if bias is None else bias.detach().clone()
         if self.supports is None or self.config.reset:
             classes = torch.arange(len(self.weight), device=self.weight.device)
-            self.supports = supports_of(self.weight, self.weight, classes)
+            self.supports = self._supports_of(self.weight, classes)
         if self.keeps_exemplars and len(self.memory):
             (embeddings,) = run_in_chunks(
                 self.network, lambda x: (self.network(x).embedding,), self.memory.images, self.scaling
             )
-            new = supports_of(embeddings, self.weight, self.memory.labels)
+            new = self._supports_of(embeddings, self.memory.labels)
             new = new._replace(entropies=torch.zeros_like(new.entropies), remembered=torch.ones_like(new.remembered))
             self.supports = self.supports.only(~self.supports.remembered).joined(new)
 
@@ -129,19 +130,26 @@ class T3A(OnlineNetwork):
         """Adds a batch to the supports and returns its logits by the resulting classifier."""
         assert self.supports is not None and self.weight is not None
         embeddings = self.network(inputs).embedding
-        self.supports = self.supports.joined(supports_of(embeddings, self.weight)).pruned(self.config.supports)
+        self.supports = self.supports.joined(self._supports_of(embeddings)).pruned(self.config.supports)
         self.network.set_prototypes(self.supports.rows(len(self.weight)))
+        if self.network.classifier.bias is not None:
+            self.network.classifier.bias.zero_()
         return embeddings @ self.network.prototypes.T
+
+    def _supports_of(self, embeddings: Tensor, labels: Tensor | None = None) -> Supports:
+        assert self.weight is not None
+        return supports_of(embeddings, self.weight, labels, 0.0 if self.bias is None else self.bias)
 
     def state(self) -> dict[str, Tensor]:
         """Returns network, memory, W and supports."""
         if self.weight is None or self.supports is None:
             return super().state()
-        return super().state() | pack({"t3a": {"weight": self.weight, **self.supports._asdict()}})
+        bias = {} if self.bias is None else {"bias": self.bias}
+        return super().state() | pack({"t3a": {"weight": self.weight, **bias, **self.supports._asdict()}})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores what :meth:`state` returned."""
         super().load_state(state)
         own = {name: tensor.to(self.setting.device) for name, tensor in unpack(state).get("t3a", {}).items()}
-        self.weight = own.pop("weight", None)
+        self.weight, self.bias = own.pop("weight", None), own.pop("bias", None)
         self.supports = Supports(**own) if own else None

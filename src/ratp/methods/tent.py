@@ -34,7 +34,7 @@ class Tent(AffineMethod):
     title = "Tent: test-time entropy minimisation"
     family = "test-time adaptation"
     paper = "Wang et al., Tent: Fully Test-Time Adaptation by Entropy Minimization, ICLR 2021"
-    needs = "exemplars for replay, one pass over a target"
+    needs = "normalisation layers, batch statistics, exemplars for replay, one pass over a target"
     config_type = AdaptationConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = WITH_MOMENTUM
     large: ClassVar[Mapping[str, Any]] = LARGE_STEPS

@@ -7,6 +7,7 @@ and the source's images only fill the memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ratp._core.files import ADOPTED, hash_of, read_tensors, write_tensors
+from ratp._core.user_code import split_file
 from ratp.config import override
 from ratp.data.domain import check_images
 from ratp.errors import ConfigError, RatpError, RunDirectoryError
-from ratp.networks.backbones import TIMM, TORCHVISION, pretrained_input, split_head, whole_model
+from ratp.networks.backbones import TIMM, TORCHVISION, PretrainedInput, pretrained_input, split_head, whole_model
 from ratp.networks.network import Network, NetworkConfig
+from ratp.networks.own import Given, build_own, find_own, plain_name, register_own
 from ratp.networks.torch_checkpoint import read_pickle, state_dicts
 from ratp.networks.weight_matching import best_match, refuse_non_finite
 from ratp.networks.weights import PICKLED
@@ -84,12 +87,22 @@ class Adopted:
         write_tensors(Path(path), self.tensors, ADOPTED.marked({"adopted": about}))
 
     @classmethod
-    def load(cls, path: Path | str) -> Adopted:
-        """Reads what :meth:`save` wrote."""
+    def load(cls, path: Path | str, *, backbone: Given | None = None) -> Adopted:
+        """Reads what :meth:`save` wrote.
+
+        Args:
+            path: The file.
+            backbone: The class of a model of your own, as for :func:`adopt`.
+        """
         tensors, written = read_tensors(Path(path))
         about = ADOPTED.read(written, path).get("adopted")
         if not isinstance(about, dict):
             raise RunDirectoryError(f"{path} is no adopted model: make one with ratp adopt CHECKPOINT.")
+        try:
+            kind = str(about["network"]["backbone"])
+        except (KeyError, TypeError) as error:
+            raise RunDirectoryError(f"{path} is damaged: {error!r}") from error
+        find_own(path, kind, backbone)
         try:
             config = override(NetworkConfig(), about["network"])
             mean, std = _channels("mean", about["mean"]), _channels("std", about["std"])
@@ -104,10 +117,11 @@ def adopt(
     model: nn.Module | Path | str,
     classes: Sequence[str],
     *,
-    backbone: str,
+    backbone: Given | None = None,
     size: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    head: str | None = None,
     images: Tensor | None = None,
 ) -> Adopted:
     """Takes over a trained classifier, and checks that it gives the same answers as before.
@@ -116,10 +130,12 @@ def adopt(
         model: The classifier, with its head, or its checkpoint: a safetensors file or what ``torch.save`` wrote of a
             state dict. It stays as it is.
         classes: Names of the classes, in the order of the logits.
-        backbone: What kind of model it is: ``timm:NAME`` or ``torchvision:NAME``.
-        size: Side of its images; None: that of the published weights of its kind.
+        backbone: What kind of model it is: ``timm:NAME``, ``torchvision:NAME``, or your own class, or a function that
+            builds one, or ``FILE.py:NAME`` of either, which is run. None: the class of ``model``.
+        size: Side of its images; None: that of the published weights of its kind. Your own class needs one.
         mean: Channel means taken off images in [0, 1]; None likewise.
         std: Channel deviations that images are divided by; None likewise.
+        head: Name of its last layer; None: the linear layer whose output is the logits.
         images: uint8 images to compare the answers on; None: random ones.
 
     Returns:
@@ -130,40 +146,106 @@ def adopt(
 
     Examples:
         >>> adopted = ratp.adopt("model.pth", ["ant", "bee"], backbone="timm:resnet18")
+        >>> half = (0.5, 0.5, 0.5)
+        >>> ratp.adopt(net, ["ant", "bee"], size=64, mean=half, std=half).save("model.safetensors")
     """
-    if not backbone.startswith((TIMM, TORCHVISION)):
-        raise ConfigError(f"a model to adopt is of a kind timm:NAME or torchvision:NAME, got {backbone!r}.")
     names = _check_classes(classes)
-    usual = pretrained_input(backbone)
-    assert usual is not None
-    side = size or usual[0]
-    scaling = _channels("mean", mean or usual[1]), _channels("std", std or usual[2])
-    original = model if isinstance(model, nn.Module) else _read(Path(model), backbone, len(names))
+    kind = _check_kind(model if backbone is None else backbone)
+    is_own = _is_own(kind)
+    side, scaling = _preprocessing(None if is_own else pretrained_input(str(kind)), size, mean, std)
+    original = deepcopy(model).cpu() if isinstance(model, nn.Module) else _read(Path(model), kind, len(names))
     expected, pictures = _answers(original, side, scaling, images)
     if expected.shape[1] != len(names):
         raise ConfigError(f"the model has {expected.shape[1]} classes, and {len(names)} names are given.")
-    config = override(NetworkConfig(), {"backbone": backbone, "bottleneck": "none", "bias": True})
+    rebuilt = deepcopy(original) if is_own else _whole(kind, len(names))
+    rebuilt.load_state_dict(original.state_dict())
+    body, layer, head = split_head(rebuilt, side, head)
+    _check_body(body, layer, head, _scaled(pictures, scaling))
+    name = register_own(kind, head=head).name if is_own else str(kind)
+    config = override(NetworkConfig(), {"backbone": name, "bottleneck": "none", "bias": True})
     with torch.random.fork_rng(devices=[]):
         network = Network(config, len(names), (side, side))
-        rebuilt = whole_model(backbone, len(names))
-    rebuilt.load_state_dict(original.state_dict())
-    body, head = split_head(rebuilt, side)
-    network.backbone.load_state_dict(body.state_dict())
+    _load_into(network.backbone, body, name)
     with torch.no_grad():
-        network.classifier.weight.copy_(head.weight)
-        if head.bias is not None and network.classifier.bias is not None:
-            network.classifier.bias.copy_(head.bias)
-    network.config = config = override(config, {"dim": head.in_features})
+        network.classifier.weight.copy_(layer.weight)
+        if layer.bias is not None and network.classifier.bias is not None:
+            network.classifier.bias.copy_(layer.bias)
+    network.config = config = override(config, {"dim": layer.in_features})
     with torch.no_grad():
         found = network.eval()(_scaled(pictures, scaling)).logits
     difference = ((found - expected).abs().max() / expected.abs().max().clamp_min(1)).item()
     if not difference <= TOLERANCE:
         raise RatpError(
-            f"the adopted model differs from the original by {difference:.1e}, and {TOLERANCE:.0e} is allowed: it "
-            "computes something that its kind does not."
+            f"the adopted model differs from the original by {difference:.1e}, and {TOLERANCE:.0e} is allowed: its "
+            f"answers are not the output of the layer {head!r}, or it computes something that its kind does not."
         )
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     return Adopted(config, names, side, *scaling, tensors, difference)
+
+
+def _check_kind(kind: Given | Path) -> Given:
+    """Returns the kind of model: a name of timm or torchvision, or what builds one of the user's own."""
+    if isinstance(kind, Path) or (
+        isinstance(kind, str) and not (kind.startswith((TIMM, TORCHVISION)) or split_file(kind))
+    ):
+        raise ConfigError(
+            f"a model to adopt is of a kind timm:NAME, torchvision:NAME, or FILE.py:NAME for your own class; got "
+            f"{str(kind)!r}."
+        )
+    return kind
+
+
+def _preprocessing(
+    usual: PretrainedInput | None, size: int | None, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> tuple[int, tuple[Channels, Channels]]:
+    """Returns side, and means and deviations: the given ones, else the usual ones of the kind of model."""
+    given = {"size": size, "mean": mean, "std": std}
+    missing = [name for name, value in given.items() if value is None]
+    if usual is None and missing:
+        raise ConfigError(
+            f"ratp cannot know how your own model's images are prepared: give {', '.join(missing)} as it was trained "
+            "with; of images in [0, 1], mean (0, 0, 0) and std (1, 1, 1) change nothing."
+        )
+    side, usual_mean, usual_std = usual or (0, (), ())
+    if size is not None and size < 1:
+        raise ConfigError(f"size must be 1 or more, got {size}.")
+    return size or side, (_channels("mean", mean or usual_mean), _channels("std", std or usual_std))
+
+
+def _is_own(kind: Given) -> bool:
+    return not isinstance(kind, str) or split_file(kind) is not None
+
+
+def _whole(kind: Given, classes: int) -> nn.Module:
+    """Builds the whole model; one of the user's own knows its classes itself."""
+    if _is_own(kind):
+        return deepcopy(build_own(kind))
+    assert isinstance(kind, str)
+    with torch.random.fork_rng(devices=[]):
+        return whole_model(kind, classes)
+
+
+@torch.no_grad()
+def _check_body(body: nn.Module, head: nn.Linear, name: str, inputs: Tensor) -> None:
+    """Raises ConfigError unless the model without its head gives what enters the head."""
+    try:
+        features = body.eval()(inputs)
+    except Exception:  # each model fails in its own way
+        features = None
+    if not isinstance(features, Tensor) or features.shape != (len(inputs), head.in_features):
+        raise ConfigError(
+            f"the layer {name!r} is not the head: the model computes more than a reshaping with its output, or needs "
+            "its shape. Name the last linear layer, whose output is the logits."
+        )
+
+
+def _load_into(backbone: nn.Module, body: nn.Module, name: str) -> None:
+    try:
+        backbone.load_state_dict(body.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the model has other layers than {plain_name(name)}: {str(error).splitlines()[-1].strip()}"
+        ) from error
 
 
 @torch.no_grad()
@@ -176,14 +258,11 @@ def _answers(
         images = torch.randint(256, (_CHECKED, 3, side, side), generator=generator, dtype=torch.uint8)
     images = images[:_CHECKED]
     check_images(images, (side, side))
-    was = model.training
     try:
         logits = model.eval()(_scaled(images, scaling))
     except Exception as error:  # each model fails in its own way
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ConfigError(f"the model cannot work on {side}×{side} images ({reason}). Give its size.") from error
-    finally:
-        model.train(was)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         raise ConfigError("the model must return its logits, of shape (images, classes).")
     if not logits.isfinite().all():
@@ -196,23 +275,23 @@ def _scaled(images: Tensor, scaling: tuple[Channels, Channels]) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def _read(path: Path, backbone: str, classes: int) -> nn.Module:
+def _read(path: Path, kind: Given, classes: int) -> nn.Module:
     """Builds the whole model of a checkpoint."""
+    model = _whole(kind, classes)
     data = read_pickle(path) if path.suffix.lower() in PICKLED else read_tensors(path)[0]
-    with torch.random.fork_rng(devices=[]):
-        model = whole_model(backbone, classes)
     expected = model.state_dict()
     matches = [
         (best_match(expected, tensors, ("", "module.", "model.", "_orig_mod.")), tensors)
         for tensors in state_dicts(data)
     ]
+    said = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__name__)
+    said += "" if _is_own(kind) else f" with {classes} classes"
     if not matches:
-        raise RatpError(f"{path} holds no tensors under names: expected the state dict of {backbone}.")
+        raise RatpError(f"{path} holds no tensors under names: expected the state dict of {said}.")
     match, tensors = max(matches, key=lambda item: item[0].score)
     if not match.complete:
         raise RatpError(
-            f"{path} is not a {backbone} with {classes} classes. {match.explain()} "
-            "Give the kind of model and the class names it was trained with."
+            f"{path} is not a {said}. {match.explain()} Give the kind of model and the class names it was trained with."
         )
     found = {name: tensors[source] for name, source in match.names.items()}
     refuse_non_finite(path.name, found)

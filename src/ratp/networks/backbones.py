@@ -8,7 +8,7 @@ adds one with :func:`register_backbone`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -238,26 +238,41 @@ def whole_model(name: str, classes: int) -> nn.Module:
     return model
 
 
-def split_head(model: nn.Module, side: int) -> tuple[nn.Module, nn.Linear]:
-    """Takes a classifier apart, in place: the model without its last layer, and that layer.
-
-    The head is the linear layer whose output is the model's output.
+def split_head(model: nn.Module, side: int, head: str | None = None) -> tuple[nn.Module, nn.Linear, str]:
+    """Takes a classifier apart, in place: the model without its last layer, that layer, and its name.
 
     Args:
         model: Maps normalised images to logits.
         side: Side of its images.
+        head: Name of the last layer; None: the linear layer whose output is the model's output.
     """
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name}
+    found = _find_head(model, linear, side) if head is None else head
+    if found is None or linear.get(found) is None or linear[found].weight.ndim != 2:
+        known = f"Its linear layers: {', '.join(linear)}." if linear else "It has no linear layer."
+        raise ConfigError(
+            "the model's head cannot be found: no linear layer gives its output. A model to adopt must end in a linear "
+            f"layer and return its logits, without a softmax; name this layer as head if it does. {known}"
+            if head is None
+            else f"the model has no linear layer {head!r}, so that cannot be its head. {known}"
+        )
+    model.set_submodule(found, nn.Identity())
+    return model, linear[found], found
+
+
+def _find_head(model: nn.Module, linear: Mapping[str, nn.Linear], side: int) -> str | None:
+    """Returns the name of the last linear layer whose output is the model's output."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         return lambda module, inputs, output: outputs.__setitem__(name, output)
 
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     handles = [module.register_forward_hook(keep(name)) for name, module in linear.items()]
     was = model.training
+    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
-            logits = model.eval()(torch.zeros(1, 3, side, side))
+            logits = model.eval()(images)
     except Exception as error:  # each model fails in its own way
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ConfigError(f"the model cannot work on {side}×{side} images ({reason}). Give its size.") from error
@@ -265,16 +280,8 @@ def split_head(model: nn.Module, side: int) -> tuple[nn.Module, nn.Linear]:
         model.train(was)
         for handle in handles:
             handle.remove()
-    heads = [name for name, output in outputs.items() if isinstance(logits, Tensor) and output is logits]
-    if not heads or linear[heads[-1]].weight.ndim != 2:
-        raise ConfigError(
-            "the model's head cannot be found: no linear layer gives its output. A model to adopt must end in a "
-            "linear layer and return its logits."
-        )
-    name = heads[-1]
-    head = linear[name]
-    model.set_submodule(name, nn.Identity())
-    return model, head
+    heads = [name for name, output in outputs.items() if isinstance(logits, Tensor) and torch.equal(output, logits)]
+    return heads[-1] if heads else None
 
 
 def _check_torchvision_name(name: str) -> None:

@@ -1,8 +1,9 @@
 """Backbones of a user's own: a module, or a class or function that builds one.
 
 A run records such a backbone as ``PLACE:NAME#DIGEST``, e.g. ``my_net:TinyNet#0f3a…``: where it was defined, and a hash
-of its layers and the shapes of its tensors. Its code is never searched for or imported: the user passes the backbone
-again, or imports what defines it.
+of its layers and the shapes of its tensors. An adopted classifier of a user's own becomes a backbone without its head:
+``my_net:Classifier without fc#0f3a…``. Its code is never searched for or imported: the user passes the backbone again,
+or imports what defines it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -24,7 +26,7 @@ from ratp.networks.weights import Weights
 
 # A module, a class or function that builds one, or FILE.py:NAME of either.
 Given = nn.Module | Callable[[], nn.Module] | str
-_MARK = "#"
+_MARK, _WITHOUT = "#", " without "
 _DIGITS = 12  # of a digest
 
 
@@ -41,32 +43,44 @@ class OwnBackbone:
     weights: Weights | None
 
 
-def register_own(given: Given, recorded: str | None = None) -> OwnBackbone:
+def register_own(given: Given, recorded: str | None = None, *, head: str | None = None) -> OwnBackbone:
     """Registers a backbone of the user's own, under its name.
 
     Args:
         given: The backbone; a file is run, because the user names it.
         recorded: Its name in a run; refused if the backbone is another one.
+        head: Name of the layer to take off, if it is a whole classifier.
     """
+    if recorded is not None:
+        head = plain_name(recorded).partition(_WITHOUT)[2] or None
     backbone, place = _find(given)
     with Randomness(0).scope("backbone"):
         module = _built(backbone, place)
     is_module = module is backbone
-    digest = _digest(module)
+    kept = _without(deepcopy(module).cpu() if is_module else module, head)  # the user's own module stays as it is
+    digest = None if kept is None else _digest(kept)
     if recorded is not None and recorded.rpartition(_MARK)[2] != digest:
         raise RatpError(
-            f"the run has the backbone {plain_name(recorded)}, and the one given has other layers or shapes "
-            f"({place}). Give the backbone as it was."
+            f"the network was trained with {plain_name(recorded)}, and the one given has other layers or shapes "
+            f"({place}). Give it as it was."
         )
-    name = recorded or f"{place}{_MARK}{digest}"
+    assert kept is not None
+    name = recorded or f"{place}{f'{_WITHOUT}{head}' if head else ''}{_MARK}{digest}"
 
     def build() -> nn.Module:
-        return _with_own_dropout(deepcopy(kept) if is_module else _built(backbone, place))
+        built = deepcopy(kept) if is_module else _without(_built(backbone, place), head)
+        assert built is not None
+        return _with_own_dropout(built)
 
-    kept = deepcopy(module).cpu() if is_module else module  # training must not change the user's own module
     REGISTRY[name] = Backbone(build)
     tensors = dict(kept.state_dict())
     return OwnBackbone(name, Weights(plain_name(name), hash_of(tensors), tensors) if is_module else None)
+
+
+def build_own(given: Given) -> nn.Module:
+    """Builds what the user gave; a file is run, because the user names it."""
+    with Randomness(0).scope("backbone"):
+        return _built(*_find(given))
 
 
 def plain_name(recorded: str) -> str:
@@ -74,9 +88,19 @@ def plain_name(recorded: str) -> str:
     return recorded.rpartition(_MARK)[0] or recorded
 
 
-def describe_missing(recorded: str) -> str | None:
+def find_own(owner: Path | str, recorded: str, given: Given | None) -> None:
+    """Registers the own backbone of a run or file; refuses if it is needed and not given, or the other way round."""
+    if given is None and (problem := _describe_missing(recorded)):
+        raise ConfigError(f"{owner} {problem}")
+    if given is not None and plain_name(recorded) == recorded:
+        raise ConfigError(f"{owner} has the backbone {recorded}, which needs none of your own: leave it out.")
+    if given is not None:
+        register_own(given, recorded)
+
+
+def _describe_missing(recorded: str) -> str | None:
     """Says what to do if a run's own backbone is not registered; None if the name is not that of an own backbone."""
-    place, _, name = plain_name(recorded).rpartition(":")
+    place, _, name = plain_name(recorded).partition(_WITHOUT)[0].rpartition(":")
     if _MARK not in recorded or recorded in REGISTRY:
         return None
     if place.endswith(".py"):
@@ -89,7 +113,7 @@ def describe_missing(recorded: str) -> str | None:
     else:
         top = name.partition(".")[0]
         how = f"Import it and pass it: from {place} import {top}; ratp.load(path, backbone={name})"
-    return f"the run has a backbone of your own, {place}:{name}. ratp never imports it by itself. {how}"
+    return f"has a backbone of your own, {place}:{name}. ratp never imports it by itself. {how}"
 
 
 def _find(given: Given) -> tuple[Any, str]:
@@ -129,6 +153,15 @@ def _built(backbone: Any, place: str) -> nn.Module:
         raise ConfigError(f"the backbone {place} must build an nn.Module, got {type(module).__name__}.")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigError(f"the backbone {place} has lazy layers: run it once on an image before you pass it.")
+    return module
+
+
+def _without(module: nn.Module, head: str | None) -> nn.Module | None:
+    """Replaces a layer by the identity, in place; None if there is no such layer."""
+    if head is not None:
+        if head not in dict(module.named_modules()):
+            return None
+        module.set_submodule(head, nn.Identity())
     return module
 
 

@@ -112,7 +112,13 @@ class Estimate:
 
 
 def estimate(
-    plan: RunPlan, stream: Stream, *, probe: bool = False, reuse_source: bool = False, first: int = 0
+    plan: RunPlan,
+    stream: Stream,
+    *,
+    probe: bool = False,
+    reuse_source: bool = False,
+    first: int = 0,
+    measuring: bool = True,
 ) -> Estimate:
     """Estimates a run on loaded images.
 
@@ -122,8 +128,14 @@ def estimate(
         probe: Whether the new domain is measured after every epoch.
         reuse_source: Whether the source network of an earlier run may be reused.
         first: The first stage that is trained; those before it are taken from an earlier run.
+        measuring: Whether to make steps on the device if these settings have not been measured yet; else it is not
+            used, and RatpError is raised.
     """
-    costs = _kept(plan, stream) or _measured_and_kept(plan, stream)
+    costs = _kept(plan, stream)
+    if costs is None:
+        if not measuring:
+            raise RatpError("not measured yet; --dry-run measures it")
+        costs = _measured_and_kept(plan, stream)
     lengths, reused = _lengths(plan, stream, reuse_source=reuse_source)
     tests = stream.test_counts
     measured = sum(count or 0 for count in tests)
@@ -151,6 +163,7 @@ def estimate(
 def _lengths(plan: RunPlan, stream: Stream, *, reuse_source: bool) -> tuple[list[list[tuple[int, int]]], bool]:
     """Returns epochs and steps of every phase of every stage, and whether a source network is reused."""
     models = plan.source_models(stream) if reuse_source else None
+    plan = replace(plan, device=torch.device("cpu"))  # nothing is computed
     with torch.random.fork_rng(devices=[]):
         method = plan.build_method(stream, models)
         try:

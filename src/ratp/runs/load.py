@@ -28,7 +28,7 @@ from ratp.errors import ConfigError, Note, RatpError, RunDirectoryError, unknown
 from ratp.evaluation.accuracy import Guesses
 from ratp.methods import METHODS
 from ratp.methods.custom import file_hash, from_file
-from ratp.networks.own import Given, describe_missing, plain_name, register_own
+from ratp.networks.own import Given, find_own
 from ratp.runs.predictions import Prediction, predictions_of
 from ratp.runs.record import fingerprint_of, read_config
 from ratp.runs.states import State, States
@@ -181,7 +181,7 @@ def load(
     folder = Path(path)
     config = _read_config(folder)
     kind = _find_method(folder, config, method)
-    _find_backbone(folder, config, backbone)
+    find_own(folder, str(config["recipe"].get("network.backbone")), backbone)
     where = find_device(device)
     precision = find_precision(_precision_of(folder), where)
     state = _last_state(folder, config)
@@ -210,17 +210,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         what = f"invalid {', '.join(odd)}" if odd else "its contents have changed"
         raise RunDirectoryError(f"{folder / 'config.json'} is damaged: {what}. {_ADVICE}")
     return config
-
-
-def _find_backbone(folder: Path, config: Mapping[str, Any], given: Given | None) -> None:
-    """Registers the own backbone of a run. Like the file of a method, it is never searched for."""
-    recorded = str(config["recipe"].get("network.backbone"))
-    if given is None and (problem := describe_missing(recorded)):
-        raise ConfigError(f"{folder}: {problem}")
-    if given is not None and plain_name(recorded) == recorded:
-        raise ConfigError(f"{folder} has the backbone {recorded}, which needs none of your own: leave it out.")
-    if given is not None:
-        register_own(given, recorded)
 
 
 def _find_method(folder: Path, config: Mapping[str, Any], given: Path | str | type[Method] | None) -> type[Method]:

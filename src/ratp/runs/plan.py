@@ -24,14 +24,14 @@ from ratp.methods import METHODS, find_method
 from ratp.methods.custom import file_hash
 from ratp.networks.adopted import Adopted
 from ratp.networks.backbones import is_pretrained
-from ratp.networks.own import Given, OwnBackbone, plain_name, register_own
+from ratp.networks.own import Given, OwnBackbone, find_own, plain_name, register_own
 from ratp.networks.weights import Weights, find_weights
 from ratp.runs import DEFAULT_PRESET, QUICK
 from ratp.runs.record import LABEL_SHIFT, RunRecord, fingerprint_of
 from ratp.runs.request import RunRequest, check_types
 from ratp.streams import FOLDERS, STREAMS, find_stream
 from ratp.streams.files import problems_listed
-from ratp.streams.folders import after_earlier, from_paths, without_labels
+from ratp.streams.folders import NO_SOURCE, after_earlier, from_paths, without_labels
 from ratp.streams.label_shift import shift_labels
 from ratp.streams.stream import DataOptions, Stream, StreamSpec, make_stream, parse_order
 from ratp.training.method import Method, Setting
@@ -270,9 +270,10 @@ def resolve(
             return None
 
     spec = stream or attempt(lambda: _find_stream(request))
-    own = attempt(lambda: _own_backbone(request, request.backbone if backbone is None else backbone))
+    given = request.backbone if backbone is None else backbone
+    own = attempt(lambda: _own_backbone(request, given)) if request.model is None else None
     changes = {**request.changes, "network.backbone": own.name} if own else request.changes
-    adopted = attempt(lambda: _adopted(request)) if request.model is not None else None
+    adopted = attempt(lambda: _adopted(request, given)) if request.model is not None else None
     changes = {**changes, **adopted.recipe_values} if adopted else changes
     is_plain = stream is None and method is None and backbone is None
     method = attempt(lambda: find_method(request.method) if method is None else _checked_loss(method))
@@ -316,6 +317,8 @@ def resolve(
     weights = NO_WEIGHTS if adopted else _weights_from(request.weights, named)
     if weights not in (NO_WEIGHTS, PUBLISHED):  # check a file now; a download can wait for the run
         attempt(lambda: find_weights(weights, named))
+    if method and order and order[0] == NO_SOURCE and not method.source_free:
+        problems.append(describe_need(method))
     if problems:
         raise ConfigError(problems)
     assert spec and method and order and changed and device and precision and guard and seed is not None
@@ -343,12 +346,17 @@ def resolve(
     )
 
 
-def _adopted(request: RunRequest) -> Adopted:
-    """Reads an adopted model, and refuses what would change its network."""
-    found = Adopted.load(str(request.model))
+def describe_need(method: type[Method]) -> str:
+    """Says that a method cannot start without source images, and which methods can."""
+    able = ", ".join(name for name, other in METHODS.items() if other.source_free)
+    return f"{method.name} needs source images: give --source, or take a method that needs none ({able})."
+
+
+def _adopted(request: RunRequest, given: Given | None) -> Adopted:
+    """Reads an adopted model, which may need the user's own class, and refuses what would change its network."""
+    found = Adopted.load(str(request.model), backbone=given)
     fixed = [name for name in request.changes if name in found.recipe_values]
     fixed += ["weights"] if request.weights not in ("auto", NO_WEIGHTS) else []
-    fixed += ["backbone"] if request.backbone is not None else []
     if fixed:
         raise ConfigError(
             f"the adopted model has a network and preprocessing of its own: leave out {', '.join(fixed)}."
@@ -365,10 +373,14 @@ def _checked_loss(method: type[Method]) -> type[Method]:
 
 def _own_backbone(request: RunRequest, given: Given | None) -> OwnBackbone | None:
     """Registers a backbone of the user's own, if there is one."""
+    recorded = str(request.changes.get("network.backbone", ""))
     if given is None:
+        find_own("the run to continue", recorded, None)
         return None
+    if plain_name(recorded) != recorded:  # a run is continued
+        return replace(register_own(given, recorded), weights=None)
     own = register_own(given)
-    if "network.backbone" in request.changes:
+    if recorded:
         raise ConfigError(f"two backbones are given: {plain_name(own.name)} and network.backbone. Leave one out.")
     if own.weights and request.weights not in ("auto", NO_WEIGHTS):
         raise ConfigError(f"the backbone {plain_name(own.name)} has weights of its own: leave out the weights.")
@@ -412,9 +424,10 @@ def _find_stream(request: RunRequest) -> StreamSpec:
     if request.earlier is not None:
         return after_earlier(request.earlier, [Path(target) for target in request.targets], request.unlabelled)
     if request.stream == FOLDERS:
-        if request.source is None:
+        if request.source is None and request.model is None:
             raise ConfigError(f"stream {FOLDERS} needs its images: --source DAY --targets RAIN NIGHT")
-        spec = from_paths(Path(request.source), [Path(target) for target in request.targets])
+        source = None if request.source is None else Path(request.source)
+        spec = from_paths(source, [Path(target) for target in request.targets])
     elif request.source is not None or request.targets:
         raise ConfigError(f"a source and targets belong to the stream {FOLDERS}, not to {request.stream!r}.")
     else:

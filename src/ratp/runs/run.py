@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from ratp._core.environment import Precision, Randomness, describe_environment, use_precision
 from ratp._core.files import LostFileError, read_json
 from ratp._core.locks import exclusive
@@ -342,7 +344,8 @@ class Run:
 
     @cached_property
     def _untrained(self) -> Method:
-        return self.plan.build_method(self.stream)
+        """For checks: on the CPU, so that a GPU is free until the run is executed, perhaps by another process."""
+        return replace(self.plan, device=torch.device("cpu")).build_method(self.stream)
 
     @property
     def method(self) -> Method:

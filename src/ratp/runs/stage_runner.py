@@ -26,6 +26,7 @@ from ratp.runs.states import Stage
 from ratp.training.device_cache import D, with_images_on
 from ratp.training.finite import NonFiniteError, find_batch, lost_weights
 from ratp.training.phase import Phase, Tick, train
+from ratp.training.phases import NetworkMethod
 from ratp.training.source_cache import TakenError
 
 if TYPE_CHECKING:
@@ -237,6 +238,9 @@ class StageRunner:
             give_generators(method, Randomness(self._plan.seed), device, number)
         if number == 0:
             source = self._stream.source
+            if source.name in self._stream.gone and self._plan.adopted and isinstance(method, NetworkMethod):
+                method.start_from(self._plan.adopted.tensors)
+                return [], 0
             phases = method.source_phases(self._shared(source))
             if (adopted := self._plan.adopted_source) and not adopted.used:
                 raise ConfigError(

@@ -36,24 +36,36 @@ from ratp.errors import ConfigError, unknown
 from ratp.streams.benchmarks import PACS
 from ratp.streams.catalogue import FOLDERS
 from ratp.streams.files import load_domains, some
-from ratp.streams.stream import DataOptions, Domain, LoadedDomain, StreamSpec
+from ratp.streams.stream import DataOptions, LoadedDomain, StreamSpec
 from ratp.training.recipe import Recipe, follow_backbone
 
 # Photographs and drawings at 224 pixels, a pretrained ResNet-50: what the paper does on PACS.
 RECIPE = PACS.recipe
+# Name and place of a source that is not there, because a run starts with an adopted model.
+NO_SOURCE = "no source"
 _KEYS = ("name", "order", "domains", "recipe")
 _OF_A_DOMAIN = ("path", "unlabelled")
 
 
-def from_paths(source: Path, targets: Sequence[Path]) -> StreamSpec:
-    """Builds a stream from a source and targets in their order of arrival, each a folder or a zip."""
+def from_paths(source: Path | None, targets: Sequence[Path]) -> StreamSpec:
+    """Builds a stream from a source, if there is one, and targets in their order of arrival, each a folder or a zip."""
     if not targets:
         raise ConfigError("a stream needs at least one target: --targets RAIN NIGHT")
+    if source is None:
+        return without_source(targets)
     paths = [source, *targets]
     again = _twice(paths)
     if again:
         raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
     return _spec(FOLDERS, dict(zip(_names(paths), paths, strict=True)), order=None, recipe=RECIPE)
+
+
+def without_source(targets: Sequence[Path]) -> StreamSpec:
+    """Builds the stream of an adopted model of whose source no image is there."""
+    if again := _twice(targets):
+        raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
+    named = dict(zip(_names(targets), targets, strict=True))
+    return _spec(FOLDERS, {NO_SOURCE: Path(NO_SOURCE), **named}, order=None, recipe=RECIPE)
 
 
 def from_names(paths: Mapping[str, Path]) -> StreamSpec:
@@ -85,16 +97,18 @@ class EarlierDomains:
 
     def blank(self, name: str) -> LoadedDomain:
         """Returns what stands for a domain whose images are gone."""
-        count = len(self.classes)
-        images = torch.zeros(count, 3, self.size, self.size, dtype=torch.uint8)
-        hashed = self.hashes[name]
         note = f"{name}: its images are gone ({self.paths[name]}), so it is not measured again."
         if name == next(iter(self.paths)):
-            domain: Domain = LabelledDomain(name, images, torch.arange(count), self.classes, manifest=hashed)
-            note += " Without them, the guard is off."
-        else:
-            domain = UnlabelledDomain(name, images, hashed)
-        return LoadedDomain(domain, notes=(note,), is_gone=True)
+            return _blank_source(name, self.classes, self.size, self.hashes[name], note)
+        images = torch.zeros(len(self.classes), 3, self.size, self.size, dtype=torch.uint8)
+        return LoadedDomain(UnlabelledDomain(name, images, self.hashes[name]), notes=(note,), is_gone=True)
+
+
+def _blank_source(name: str, classes: Sequence[str], size: int, hashed: str, note: str) -> LoadedDomain:
+    """Returns what stands for a source without images."""
+    images = torch.zeros(len(classes), 3, size, size, dtype=torch.uint8)
+    source = LabelledDomain(name, images, torch.arange(len(classes)), tuple(classes), manifest=hashed)
+    return LoadedDomain(source, notes=(f"{note} Without them, the guard is off.",), is_gone=True)
 
 
 def after_earlier(earlier: EarlierDomains, targets: Sequence[Path], unlabelled: Sequence[Path | str]) -> StreamSpec:
@@ -264,10 +278,16 @@ def _spec(
 ) -> StreamSpec:
     def places(codes: Sequence[str], options: DataOptions) -> dict[str, Path]:
         del options
-        return {code: paths[code] for code in codes}
+        return {code: paths[code] for code in codes if code != NO_SOURCE}
 
     def load(codes: Sequence[str], size: int, options: DataOptions) -> list[LoadedDomain]:
-        return load_domains(places(codes, options), size, options, classes=options.classes, unlabelled=unlabelled)
+        there, found = places(codes, options), list[LoadedDomain]()
+        if NO_SOURCE in codes:
+            note = "there are no source images, so none is measured."
+            found.append(_blank_source(NO_SOURCE, options.classes or (), size, NO_SOURCE, note))
+        if there:
+            found += load_domains(there, size, options, classes=options.classes, unlabelled=unlabelled)
+        return found
 
     return StreamSpec(
         name=name,

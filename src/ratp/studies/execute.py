@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from ratp.errors import ConfigError, Note, RatpError, RunDirectoryError, unknown
+from ratp.executors.layout import Layout, check_way
 from ratp.executors.local import run_all
 from ratp.executors.pool import Listener, Result
 from ratp.executors.ray import check_ray, run_all_on_ray
@@ -76,22 +77,33 @@ def run_study(
     on(runs, at_once=at_once, one_thread=True, on_event=seen, on_end=ended)
 
 
-def find_executor(on: str = "local", ray_address: str | None = None, devices: Sequence[torch.device] = ()) -> Executor:
+def find_executor(
+    on: str = "local",
+    ray_address: str | None = None,
+    devices: Sequence[torch.device] = (),
+    side_by_side: str = "auto",
+    on_layout: Callable[[Layout], None] | None = None,
+) -> Executor:
     """The executor called ``local`` or ``ray``.
 
     Args:
         on: Its name.
         ray_address: Address of the Ray cluster; by default Ray looks for one.
         devices: Several devices of this machine to share the runs.
+        side_by_side: How runs share a GPU, as for :func:`ratp.executors.local.run_all`.
+        on_layout: Likewise.
     """
+    check_way(side_by_side)
     if on not in ("local", "ray"):
         raise ConfigError(unknown("place to run on", on, ("local", "ray")))
     if on == "ray":
+        if side_by_side != "auto":
+            raise ConfigError("on a cluster Ray places the runs: leave out --side-by-side.")
         check_ray(ray_address)
         return partial(run_all_on_ray, address=ray_address)
     if ray_address is not None:
         raise ConfigError("an address of a Ray cluster needs --on ray.")
-    return partial(run_all, devices=devices) if devices else run_all
+    return partial(run_all, devices=devices, side_by_side=side_by_side, on_layout=on_layout)
 
 
 def without_stale_results(study: Study, progress: Report | None = None) -> Study:

@@ -168,6 +168,10 @@ class Study:
         """The state of every run, by the name of its directory."""
         return {entry.name: self.state(entry) for entry in self.entries}
 
+    def remaining(self) -> list[Entry]:
+        """The runs to execute: neither finished nor running."""
+        return [entry for entry in self.entries if self.state(entry) not in ("finished", "running")]
+
     def state(self, entry: Entry) -> State:
         """The state of one run."""
         return "finished" if entry.record() is not None else self._unfinished(entry)

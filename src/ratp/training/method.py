@@ -131,6 +131,7 @@ class Method(Stateful, ABC):
         stream_values: Values for single streams, by stream and preset; they may change the stream's recipe.
         needs: What it requires, in a few words: source data, memory, passes over a domain.
         ignores_targets: Whether targets change nothing, so that it is not measured again. Not inherited.
+        source_free: Whether it can start from a trained network without any image of the source.
         needs_bottleneck: Whether it changes layers of the bottleneck, and so needs one.
         code_hash: sha256 of its code, if it is neither built in nor in a file of its own.
     """
@@ -147,6 +148,7 @@ class Method(Stateful, ABC):
     ignores_targets: ClassVar[bool] = False
     code_hash: ClassVar[str | None] = None
     needs_bottleneck: ClassVar[bool] = False
+    source_free: ClassVar[bool] = False
 
     _knows_source = False
 

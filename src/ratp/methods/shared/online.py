@@ -183,6 +183,7 @@ class OnlineNetwork(OnlineMethod, NetworkMethod):
 
     smallest: ClassVar[int] = 1  # fewest images to learn from; a smaller batch is only predicted
     saved = "_begun"
+    source_free = True
 
     def __init__(self, setting: Setting, config: Any) -> None:
         super().__init__(setting, config)

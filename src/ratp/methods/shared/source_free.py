@@ -81,6 +81,7 @@ class SourceFreeConfig:
 class SourceFreeMethod(NetworkMethod):
     """Learns the source by smoothed cross-entropy and keeps the classifier frozen on targets."""
 
+    source_free = True
     config: SourceFreeConfig
 
     def source_phases(self, domain: LabelledDomain) -> Sequence[Phase]:

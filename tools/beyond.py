@@ -1,0 +1,84 @@
+"""Methods that came after RaTP, next to it on the same orders: tables from the files in results/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ratp.evaluation.matrix import METRICS, Metric, paired
+from ratp.reports.summary import summarise_known
+from ratp.reports.tables import with_deviation
+from ratp.runs.record import RunRecord, read_run
+from ratp.streams.stream import StreamSpec
+
+ROOT = Path(__file__).parents[1]
+RATP, OURS = "ratp", "arc"
+LATER = (OURS, "codag", "mpm")
+
+# Runs of one method by order and seed.
+Runs = Mapping[tuple[tuple[str, ...], int], RunRecord]
+
+
+def complete_runs(folder: Path, method: str, *, usual: bool = True) -> list[RunRecord]:
+    """The finished runs of a method in a folder; usual ones have its published settings."""
+    found = [read_run(path) for path in sorted(folder.glob("*.json"))]
+    found = [run for run in found if run.method == method and run.matrix.complete]
+    return [run for run in found if not usual or (run.config["preset"] == "official" and not run.changed)]
+
+
+def runs_of(spec: StreamSpec, method: str) -> Runs:
+    """The runs of a method on a benchmark."""
+    found = complete_runs(ROOT / "results" / spec.name, method)
+    return {(run.matrix.domains, run.seed): run for run in found}
+
+
+def order_table(spec: StreamSpec) -> str:
+    """Every order on which a later method was run: averages, and RaTP's."""
+    found = {name: runs_of(spec, name) for name in (RATP, *LATER)}
+    lines = ["| order | method | seeds | TDG | TDA | FA |", "|---|---|---:|---:|---:|---:|"]
+    orders = dict.fromkeys(order for name in LATER for order, _ in found[name])
+    for order in sorted(orders, key=list(spec.orders.values()).index):
+        for name, runs in found.items():
+            some = [run for (other, _), run in runs.items() if other == order]
+            if some:
+                cells = (_mean([run.matrix.average(metric) for run in some]) for metric in METRICS)
+                lines.append(f"| {'>'.join(order)} | `{name}` | {len(some)} | {' | '.join(cells)} |")
+    return "\n".join(lines) if orders else "Not run yet."
+
+
+def lead_table(spec: StreamSpec) -> str:
+    """By how much each later method is ahead of RaTP, paired by order and seed."""
+    base = runs_of(spec, RATP)
+    lines = ["| method | orders and seeds in common | TDG | TDA | FA |", "|---|---:|---:|---:|---:|"]
+    for name in LATER:
+        runs = runs_of(spec, name)
+        common = [key for key in runs if key in base]
+        if common:
+            cells = " | ".join(_lead(runs, base, metric) for metric in METRICS)
+            lines.append(f"| `{name}` | {len(common)} | {cells} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def trial_table(spec: StreamSpec) -> str:
+    """What was tried with the method of this package: each change, against the method without it."""
+    base = runs_of(spec, OURS)
+    trials = complete_runs(ROOT / "results" / spec.name / "trials", OURS, usual=False)
+    lines = ["| change | order, seed | TDG | TDA | FA |", "|---|---|---:|---:|---:|"]
+    for run in sorted(trials, key=lambda run: run.label):
+        usual = base.get((run.matrix.domains, run.seed))
+        if usual is not None:
+            gains = (f"{run.matrix.average(m) - usual.matrix.average(m):+.1f}" for m in METRICS)
+            change = ", ".join(f"`{name}={value}`" for name, value in run.changed.items())
+            lines.append(f"| {change} | {'>'.join(run.matrix.domains)}, {run.seed} | {' | '.join(gains)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def _mean(values: list[float]) -> str:
+    return with_deviation(summarise_known(values))
+
+
+def _lead(runs: Runs, base: Runs, metric: Metric) -> str:
+    """The mean difference with its 95 % interval, which takes two values."""
+    ours, theirs = ({key: run.matrix.average(metric) for key, run in some.items()} for some in (runs, base))
+    found = paired(ours, theirs)
+    return f"{found.mean:+.1f}" + (f" ± {found.half_width:.1f}" if not found.is_single else "")
