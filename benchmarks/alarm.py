@@ -9,7 +9,7 @@ and the others stream past it. Repeated with several such splits and orders (``-
 * unbalanced: windows of source images of one class, and of one half of the classes.
 
 Needs the images of ``digits`` and ``pacs`` (``$RATP_DATA``), and weights of ResNet-50 (``--weights``). Prints a summary
-and writes ``benchmarks/alarm.json``, from which ``tools/docs.py`` makes the table in ``docs/how-to/deploy.md``.
+and writes ``benchmarks/alarm.json``, from which ``tools/docs.py`` makes the table in ``docs/explanation/alarm.md``.
 """
 
 from __future__ import annotations
