@@ -5,7 +5,7 @@ import json
 import pytest
 
 from helpers import domains_of, each_method, ratp, toy_plan
-from ratp.cli.choose import SITUATIONS, TARGET_LABELS, choose, needs_of, parse_situations
+from ratp.cli.choose import SITUATIONS, TARGET_LABELS, choose, needs_of, parse_situations, relative_costs
 from ratp.errors import ConfigError
 from ratp.methods import METHODS
 from ratp.streams.stream import make_stream
@@ -51,6 +51,10 @@ def test_phrases_find_the_methods_that_suit():
     assert "oracle" not in chosen("small GPU")
     assert "oracle" in chosen("target labels")
     assert "pden" not in chosen("small GPU").keys() | chosen("little time").keys()
+
+
+def test_every_method_has_its_costs():
+    assert all(costs.keys() == METHODS.keys() for costs in relative_costs().values())
 
 
 def test_phrases_may_be_said_in_other_ways():

@@ -52,7 +52,7 @@ def test_a_healthy_machine_is_shown_within_80_columns(here, monkeypatch):
     for words in (__version__, torch.__version__.split("+")[0], os.environ["RATP_CACHE"], str(here), "memory"):
         assert words in "".join(line[14:].rstrip() for line in result.out.splitlines()) + result.out
     assert max(map(len, result.out.splitlines())) <= 80
-    assert "None keeps ratp from working" in result.err
+    assert "All is well" in result.err  # benchmarks need not be there
 
 
 def test_it_writes_nothing(here):

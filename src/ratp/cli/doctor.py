@@ -114,7 +114,10 @@ def versions(needs: list[str]) -> Iterator[Finding]:
     for_users = (need for need in needs if "extra ==" in need and not need.endswith(('"dev"', '"docs"')))
     extras = [need.partition(";")[0].strip() for need in for_users]
     if extras:
-        yield Finding("optional", ", ".join(f"{name} {package_version(name) or 'is not installed'}" for name in extras))
+        there = [f"{name} {version}" for name in extras if (version := package_version(name))]
+        lacking = [name for name in extras if not package_version(name)]
+        missing = f"; not installed: {', '.join(lacking)}" * bool(lacking)
+        yield Finding("optional", f"{', '.join(there) or 'none'}{missing}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -195,8 +198,10 @@ def data(*, thorough: bool) -> Iterator[Finding]:
     folder = data_folder()
     named = f"${VARIABLE}" if folder != Path("data") else f"${VARIABLE} is not set"
     if not folder.is_dir():
+        given = VARIABLE in os.environ
         found = f"{folder} ({named}) is not a folder; the demo and your own images need none"
-        yield Finding("data", found, ok=False, advice=f"ratp data get digits, or set {VARIABLE}")
+        advice = f"ratp data get digits, or set {VARIABLE}"
+        yield Finding("data", found, ok=False, advice=advice, absent=not given)
         return
     yield Finding("data", f"{folder} ({named})")
     for name in DATA_SETS:
@@ -375,10 +380,12 @@ def _print(findings: list[Finding]) -> None:
     for finding in findings:
         wrong = "[red]✗[/]" if finding.blocks else "[yellow]![/]"
         mark = "[dim]–[/]" if finding.absent else "[green]✓[/]" if finding.ok else wrong
-        advice = "" if finding.ok else f"\n[yellow]→ {escape(finding.advice)}[/]"
+        colour = "dim" if finding.absent else "yellow"
+        advice = "" if finding.ok else f"\n[{colour}]→ {escape(finding.advice)}[/]"
         table.add_row(mark, escape(finding.what), escape(finding.found) + advice)
     stdout().print(table)
-    bad = [finding for finding in findings if not finding.ok]
+    bad = [finding for finding in findings if not (finding.ok or finding.absent)]
     blocking = sum(finding.blocks for finding in bad)
     verdict = f"{blocking} of them must be fixed first." if blocking else "None keeps ratp from working."
-    say(f"{len(bad)} of {len(findings)} need attention. {verdict}" if bad else "All is well.")
+    well = "All is well. ratp demo shows what ratp does."
+    say(f"{len(bad)} of {len(findings)} need attention. {verdict}" if bad else well)

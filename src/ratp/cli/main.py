@@ -35,28 +35,49 @@ from ratp.cli.console import print_error, spread_targets
 from ratp.errors import ConfigError, RatpError, print_plainly
 
 app = typer.Typer(
-    help="Continual domain shift learning: RaTP and the methods it is compared with.",
+    help="Train an image classifier on one labelled domain, and adapt it to unlabelled ones that come later.\n\n"
+    "Start with [bold]ratp demo[/] (two to three minutes), or with your own images: "
+    "[bold]ratp run folders --source day/ --targets rain/ night/[/]",
+    epilog="[bold]ratp COMMAND --help[/] explains a command.",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(demo.demo)
-app.command()(runs.run)
-app.command()(predict.predict)
-app.command()(adopt.adopt)
-app.command()(deploy.deploy)
-app.command()(watch.watch)
-app.command()(serve.serve)
-app.command()(deploy.versions)
-app.command()(export.export)
-app.command()(reports.report)
-app.command()(verify.verify)
-app.add_typer(studies.app, name="study")
-app.add_typer(lists.methods, name="methods")
-app.add_typer(lists.streams, name="streams")
-app.command("switches")(switches.list_switches)
-app.add_typer(data.app, name="data")
-app.command("import-weights")(weights.import_weights)
-app.command()(doctor.doctor)
+
+# The commands as `ratp --help` lists them.
+_PANELS: dict[str, dict[str, tuple[Any, str]]] = {
+    "Start here": {
+        "demo": (demo.demo, "Compare RaTP with no adaptation, on built-in images."),
+        "run": (runs.run, "Train a model and adapt it, on your images or a benchmark."),
+        "predict": (predict.predict, "Classify images with a trained model."),
+        "report": (reports.report, "Make tables, plots and an HTML page from finished runs."),
+        "doctor": (doctor.doctor, "Check this machine, and say how to fix what is wrong."),
+    },
+    "Look up": {
+        "methods": (lists.methods, "List the methods, or those that suit what you have."),
+        "streams": (lists.streams, "List the streams of domains, and show their images."),
+        "switches": (switches.list_switches, "List all settings of a stream and a method."),
+    },
+    "Keep a model in use": {
+        "adopt": (adopt.adopt, "Take over a classifier that was trained elsewhere."),
+        "deploy": (deploy.deploy, "Put a trained model into use."),
+        "watch": (watch.watch, "Classify images as they appear in a folder."),
+        "serve": (serve.serve, "Classify images over HTTP."),
+        "versions": (deploy.versions, "List the versions of a deployed model, or go back."),
+        "export": (export.export, "Write a trained model to a file that runs without ratp."),
+    },
+    "Experiments and files": {
+        "study": (studies.app, "Run and compare many runs that a file lists."),
+        "data": (data.app, "Download, import, build and check images."),
+        "verify": (verify.verify, "Find damaged files in runs, results or a cache."),
+        "import-weights": (weights.import_weights, "Take a backbone's weights out of a checkpoint."),
+    },
+}
+for _panel, _commands in _PANELS.items():
+    for _name, (_command, _summary) in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, short_help=_summary, rich_help_panel=_panel)
+        else:
+            app.command(_name, short_help=_summary, rich_help_panel=_panel)(_command)
 
 
 def _print_version(value: bool) -> None:
@@ -71,7 +92,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Continual domain shift learning: RaTP and the methods it is compared with."""
+    """Options that need no command."""
     del version
 
 

@@ -173,7 +173,7 @@ def advise(plan: RunPlan, seconds: float, console: Console) -> None:
 
 def _steps(planned: Sequence[Planned]) -> str:
     recipe = planned[0].run.plan.recipe
-    each = f"{recipe.epochs} epochs of {recipe.steps} a stage, batch {recipe.batch}"
+    each = f"{recipe.epochs} epoch{'s' * (recipe.epochs != 1)} of {recipe.steps} per stage, batch {recipe.batch}"
     found = [item.estimate for item in planned if item.estimate is not None]
     if not found:
         return each
