@@ -234,7 +234,7 @@ class TestCommands:
         assert command("adopt", tmp_path / "checkpoint.safetensors", tmp_path / "m.safetensors", *kind).code == 0
         source = write_files(tmp_path / "day", image_files(count=12))
         refused = command("deploy", tmp_path / "m.safetensors", tmp_path / "new")
-        assert refused.code == 2 and "--source" in refused.err
+        assert refused.code == 2 and "needs --method" in refused.err
         asked = ["--source", source, "--method", "tent", "--device", "cpu"]
         assert command("deploy", tmp_path / "m.safetensors", tmp_path / "new", *asked).code == 0
         with ratp.Deployment(tmp_path / "new", device="cpu") as model:

@@ -28,7 +28,7 @@ def serve(
     ] = None,
     adapt: Annotated[
         str | None,
-        typer.Option(help="never, ask or auto, in place of the deployment's own setting.", show_default=False),
+        typer.Option(help="never, ask, auto or online, in place of the deployment's own setting.", show_default=False),
     ] = None,
     max_bytes: Annotated[int, typer.Option(metavar="N", help="Largest size of an image file.")] = 20_000_000,
     max_pixels: Annotated[int, typer.Option(metavar="N", help="Most pixels of an image.")] = 50_000_000,

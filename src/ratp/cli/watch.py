@@ -47,7 +47,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Answer what is there, then end.")] = False,
     adapt: Annotated[
         str | None,
-        typer.Option(help="never, ask or auto, in place of the deployment's own setting.", show_default=False),
+        typer.Option(help="never, ask, auto or online, in place of the deployment's own setting.", show_default=False),
     ] = None,
     latency: Annotated[float, typer.Option(metavar="SEC", help="Longest wait for more images to predict at once.")] = 2,
     patience: Annotated[
@@ -92,7 +92,8 @@ def watch(
         if adapt is not None:
             model.settings = replace(model.settings, adapt=adapt)  # type: ignore[arg-type]  # checked there
         if not (quiet or json_):
-            say(f"{folder}: version {model.version} answers; alarm {model.level}; --adapt {model.settings.adapt}")
+            level = model.level if model.is_calibrated else "off, until the first images show what is usual"
+            say(f"{folder}: version {model.version} answers; alarm {level}; --adapt {model.settings.adapt}")
         source = ListSource(_lines_of_stdin()) if folder == "-" else FolderSource(Path(folder), once=once)
         with closing(FolderWatch(model, source, answers, latency=latency, patience=patience).events()) as events:
             for event in events:
@@ -130,6 +131,7 @@ class _Display:
     def __init__(self, model: Deployment, console: Console, live: Live | None = None, *, quiet: bool = False) -> None:
         self._model, self._console, self._live, self._quiet = model, console, live, quiet
         self._level, self._advised, self._stage = model.level, False, ""
+        self._calibrated = model.is_calibrated
         self._shown_at = time.monotonic()
         self._counts = deque([(self._shown_at, 0)])  # of answered images, for the rate
         self._shown = self.answered = self.broken = 0
@@ -163,6 +165,11 @@ class _Display:
             self._warn(f"no answer for {name}: {reason}")
         if event.seen is None or not event.seen.windows:
             return
+        for text in event.seen.events:
+            self._say(text, "green" if "adapted" in text else "yellow")
+        if not self._calibrated and self._model.is_calibrated:
+            self._calibrated = True
+            self._say("the first images now show what is usual: the alarm is on")
         last = event.seen.windows[-1]
         if last.level != self._level:
             about = f"score {last.score:.1f}, confidence {last.confidence:.0%}, nearest {last.nearest}"

@@ -2,14 +2,16 @@
 
 Predictions always come from the current *version*. Adapting trains a copy; if the guard accepts the result, it becomes
 the next version in one step, on disk first and then in memory. So a process that is killed at any moment comes back
-with the last version that was accepted, bit for bit.
+with the last version that was accepted, bit for bit. Adapting online changes the model that answers, window by window
+(:mod:`ratp.deploy.online`), and versions of it are saved from time to time.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,8 +24,9 @@ from ratp._core.environment import Randomness
 from ratp.config import override
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
 from ratp.deploy.drift import LEAST_IMAGES, WINDOW, Level, Reference, Window
-from ratp.deploy.model import Model
-from ratp.deploy.observer import Observer, recent_images
+from ratp.deploy.model import AnswerError, Model
+from ratp.deploy.observer import Baseline, Observer, recent_images
+from ratp.deploy.online import LOST, Online, check_online
 from ratp.deploy.settings import Settings
 from ratp.deploy.store import Store, Version
 from ratp.errors import ConfigError, RatpError, TrainingError, brief
@@ -37,6 +40,10 @@ from ratp.training.phase import train
 # Images of a known domain that are stored, and the share of a new domain that is not trained on: the alarm learns from
 # it what the domain looks like to the adapted model.
 KNOWN_IMAGES, HELD_BACK = 400, 0.2
+# Images that stand for the source if there are none of it, and what they are called.
+BASELINE, FIRST = 256, "first images"
+# While the model adapts online, recognition is checked in one of so many windows.
+RECOGNISED_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Observation:
         windows: What the alarm said of every window that ended with these images.
         causes: Names of the least typical images of these windows, if the level is not ``fine``.
         adapting: Whether a stage is under way in the background.
+        events: What adapting online led to: versions that were saved, or answer again.
     """
 
     labels: tuple[str, ...]
@@ -60,6 +68,7 @@ class Observation:
     windows: tuple[Window, ...] = ()
     causes: tuple[str, ...] = ()
     adapting: bool = False
+    events: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,8 +123,9 @@ class Deployment:
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
         self._done: Adaptation | BaseException | None = None
+        self._online: Online | None = None
+        self._settings = Settings(**self._store.contents.settings)
         try:
-            self.settings = Settings(**self._store.contents.settings)
             self._use(self._store.contents.current)
         except BaseException:
             self._store.close()
@@ -126,7 +136,7 @@ class Deployment:
         cls,
         run: Path | str,
         folder: Path | str,
-        source: LabelledDomain,
+        source: LabelledDomain | None,
         *,
         settings: Settings | None = None,
         device: str = "auto",
@@ -139,28 +149,32 @@ class Deployment:
             run: The run's directory. It is copied, and not needed afterwards.
             folder: Directory of the deployment; must not exist, or be empty.
             source: Labelled images that the run did not train on. They calibrate the alarm, and show the guard whether
-                an adapted model still knows the source.
+                an adapted model still knows the source. None: the first images that are observed stand for them.
             settings: How to adapt; None: as :class:`Settings` has it.
             device: Where to compute.
             method: The file of a custom method.
             backbone: The network of your own that the run has.
         """
         loaded = load(run, device=device, method=method, backbone=backbone)
+        about = settings or Settings()
+        if about.adapt == "online":
+            check_online(loaded.method)
+        why = f"deployed from a run of {loaded.method.name}"
+        if source is None:
+            with closing(Store.create(Path(run), Path(folder), loaded.classes, asdict(about))) as store:
+                store.add(loaded.method.state(), [], why)
+            return cls(folder, device=device, method=method, backbone=backbone)
         check_images(source.images, loaded.image_size)
         if source.classes != loaded.classes:
             raise ConfigError(
                 f"the source has other classes ({', '.join(source.classes)}) than {run} ({', '.join(loaded.classes)})."
             )
-        about = settings or Settings()
         chosen = torch.randperm(len(source), generator=_randomness(loaded).generator("deploy", "known"))[:KNOWN_IMAGES]
         images, labels = source.images[chosen].cpu(), source.labels[chosen].cpu()
         reference = _reference(Model(loaded.method, 1), source.name, images, loaded)  # before anything is written
-        store = Store.create(Path(run), Path(folder), loaded.classes, asdict(about))
-        try:
-            store.keep_images(source.name, images, labels)
-            store.add(loaded.method.state(), [reference], f"deployed from a run of {loaded.method.name}")
-        finally:
-            store.close()
+        with closing(Store.create(Path(run), Path(folder), loaded.classes, asdict(about))) as store:
+            store.keep_images(source.name, images, labels=labels)
+            store.add(loaded.method.state(), [reference], why)
         return cls(folder, device=device, method=method, backbone=backbone)
 
     def __enter__(self) -> Self:
@@ -168,6 +182,21 @@ class Deployment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def settings(self) -> Settings:
+        """How it adapts; another value counts until it is closed."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        with self._mutex:
+            if settings.adapt == "online":
+                check_online(self._model.method)
+            changed = (settings.adapt == "online") != (self._settings.adapt == "online")
+            self._settings = settings
+            if changed:
+                self._use(self.version)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -212,12 +241,17 @@ class Deployment:
     @property
     def room(self) -> int:
         """Number of images that the alarm's current window still needs."""
-        return self._observer.room
+        return self._online.room if self._online else self._observer.room
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether alarm and guard have images to compare with; else they begin after the first ``BASELINE`` images."""
+        return bool(self._references)
 
     @property
     def false_alarms(self) -> float:
         """Share of windows of source images that would raise the alarm, measured when it was calibrated."""
-        return self._references[0].false_alarms
+        return self._references[0].false_alarms if self._references else math.nan
 
     def history(self) -> tuple[Version, ...]:
         """Returns all versions, oldest first."""
@@ -249,15 +283,20 @@ class Deployment:
         check_images(images, self.image_size)
         if names is not None and len(names) != len(images):
             raise RatpError(f"{len(names)} names are given for {len(images)} images.")
+        called = list(names) if names is not None else [str(k) for k in range(len(images))]
+        with self._mutex:
+            if self._online is not None:
+                return self._observe_online(self._online, images, called, again=again)
         model = self._model
         found = model.predictions(images)
         with self._mutex:
             if model is not self._model:  # a new version answers by now
                 return self._observation(model, found.probabilities)
-            windows = self._observer.observe(images, found, names or [str(k) for k in range(len(images))])
+            windows = self._observer.observe(images, found, called)
             for window, causes in () if again else windows:
-                about = asdict(window) | {"causes": list(causes)}
-                self._store.note("window", version=self.version, **about)
+                self._note_window(window, causes)
+            if not self.is_calibrated and self.waiting >= BASELINE:
+                self._calibrate()
             if self.settings.adapt == "auto" and self.ready and not self.adapting and not again:
                 self.adapt(background=True)
             return self._observation(model, found.probabilities, windows)
@@ -270,6 +309,8 @@ class Deployment:
         """Restores what :meth:`alarm_state` returned, with the recent images that a stage would train on."""
         with self._mutex:
             self._observer.restore(state, recent)
+            if self._online is not None:
+                self._online.clear()
 
     def adapt(
         self, images: Tensor | None = None, *, name: str | None = None, background: bool = False
@@ -290,6 +331,11 @@ class Deployment:
         with self._mutex:
             if self.adapting:
                 raise RatpError("a stage is under way: wait for it, with wait(), before the next one.")
+            if not self.is_calibrated:
+                raise RatpError(
+                    "there are no source images, so the guard has nothing to compare with yet: observe "
+                    f"{BASELINE - self.waiting} images first."
+                )
             given = recent_images(self._observer) if images is None else images
             if given is None or len(given) < 2:
                 raise RatpError("there is nothing to adapt to: no image is unlike the known domains so far.")
@@ -336,23 +382,136 @@ class Deployment:
             self._use(chosen)
             return found
 
+    def save(self) -> Version | None:
+        """Makes what was adapted online since the last version a version; None if there is nothing, or it is refused.
+
+        A refused model is dropped: the last version answers again.
+        """
+        with self._mutex:
+            if self._online is None or self._online.is_unsure or not self._online.images:
+                return None
+            before = self.version
+            self._save(self._online)
+            return self._store.contents.version(self.version) if self.version != before else None
+
     def close(self) -> None:
-        """Stops a stage in the background, which is then lost, and lets another process open the deployment."""
+        """Saves what was adapted online, and lets another process open the deployment.
+
+        A stage in the background is stopped, and lost.
+        """
         self._stop.set()
         if self._worker is not None:
             self._worker.join()
-        self._store.close()
+        with self._mutex:
+            with suppress(RatpError):
+                self.save()
+            self._online = None
+            self._store.close()
 
     def _use(self, number: int) -> None:
         """Makes a version answer in this process."""
         state, references = self._store.read(number)
         loaded = self._load()
         loaded.method.load_state(state)
-        self._loaded, self._references = loaded, references
+        self._loaded, self._references, self._online = loaded, references, None
         self._model = Model(loaded.method, number)
-        source = self._source().images
-        self._source_gain = cache(lambda: gain(loaded.method, source[:WINDOW], _randomness(loaded)))
-        self._observer = Observer(references, source, self._recognition)
+        self._observer: Observer | Baseline = Baseline()
+        if not references:
+            return
+        source, randomness = self._source(), _randomness(loaded)
+        known = {reference.name: self._store.images(reference.name)["images"] for reference in references}
+        if self._settings.adapt == "online":
+            self._online = Online(self._model, self._load().method, state, known, source.labels, randomness)
+            self._references = self._online.references
+        elif self._store.contents.version(number).online:  # its references are of a model that adapts
+            self._references = [_reference(self._model, name, images, loaded) for name, images in known.items()]
+        every = 1 if self._online is None else RECOGNISED_EVERY
+        self._source_gain = cache(lambda: gain(loaded.method, source.images[:WINDOW], randomness))
+        self._observer = Observer(self._references, source.images, self._recognition, every)
+
+    def _note_window(self, window: Window, causes: Sequence[str]) -> None:
+        self._store.note("window", version=self.version, **asdict(window) | {"causes": list(causes)})
+
+    def _calibrate(self) -> None:
+        """Makes the first images what is usual, with the model's own answers in place of labels."""
+        images = torch.cat(self._observer.recent)
+        answers = self._model.logits(images).argmax(dim=1)
+        self._store.keep_images(FIRST, images.cpu(), answers=answers)
+        reference = _reference(self._model, FIRST, images, self._loaded)
+        why = f"calibrated on the first {len(images)} images"
+        self._use(self._store.add(self._model.state(), [reference], why).number)
+
+    def _observe_online(self, online: Online, images: Tensor, names: Sequence[str], *, again: bool) -> Observation:
+        """Predicts images, and adapts to every window that is complete."""
+        model = Model(self._model.method, self.version)  # the version may change
+        answers, windows, events = list[Tensor](), list[tuple[Window, tuple[str, ...]]](), list[str]()
+        while len(images):
+            room = online.room
+            part, names_of_part, images, names = images[:room], names[:room], images[room:], names[room:]
+            is_whole = len(part) == WINDOW
+            if not is_whole:
+                answers.append(self._model.logits(part).softmax(dim=1))
+            online.add(part, names_of_part)
+            if len(part) == room:
+                found, window, event = self._learn(online, *online.take(), again=again)
+                answers += [found.probabilities] if is_whole else []
+                windows.append(window)
+                events += [event] if event else []
+        answered = torch.cat(answers) if answers else torch.empty(0, len(self.classes))
+        return replace(self._observation(model, answered, windows), events=tuple(events))
+
+    def _learn(
+        self, online: Online, images: Tensor, names: Sequence[str], *, again: bool
+    ) -> tuple[Predictions, tuple[Window, tuple[str, ...]], str]:
+        """Adapts to a window; returns what it predicted, what the alarm says, and what came of it."""
+        if online.is_unsure:
+            self._restore(online, ["adapting to a window was interrupted"])
+        assert isinstance(self._observer, Observer)
+        is_noise, reasons = self._observer.is_noise(images), list[str]()
+        online.is_unsure = not is_noise
+        try:
+            found = self._model.predictions(images) if is_noise else self._model.learn(images)
+        except AnswerError as error:
+            reasons = [brief(error)]
+            self._restore(online, reasons)
+            found = self._model.predictions(images)
+        window, causes = self._observer.observe(images, found, names)[0]
+        if not again:
+            self._note_window(window, causes)
+        if is_noise or reasons:
+            return found, (window, causes), "; ".join(reasons)
+        event = ""
+        if reasons := online.judge(found, window.level):
+            event = self._restore(online, reasons)
+        else:
+            online.count(images, found)
+            online.is_unsure = False
+            if online.windows >= self._settings.save_every:
+                event = self._save(online)
+        return found, (window, causes), event
+
+    def _restore(self, online: Online, reasons: Sequence[str]) -> str:
+        """Brings the last version back, bit for bit; returns what to say of it."""
+        self._model.load_state(self._store.read(self.version)[0])
+        lost = online.images
+        online.forget()
+        self._store.note("restored", number=self.version, images=lost, reasons=list(reasons))
+        return (
+            f"version {self.version} answers again, {lost:,} images are forgotten: {'; '.join(reasons)}" if lost else ""
+        )
+
+    def _save(self, online: Online) -> str:
+        """Makes the adapted model a version if the guard accepts it; returns what to say of it."""
+        now, online.windows = self._model.state(), 0
+        verdict = online.check(self._store.read(self.version)[0], now)
+        if verdict is None or verdict.reasons:
+            return self._restore(online, verdict.reasons if verdict else [LOST])
+        why, about = f"adapted online to {online.images} images", {"images": online.images, "online": True}
+        version = self._store.add(now, online.checked_references, why, verdict=verdict.to_json(), **about)
+        self._model.version = version.number
+        online.accept()
+        self._references = self._observer.references = online.references
+        return f"version {version.number}: {why}"
 
     def _observation(
         self, model: Model, probabilities: Tensor, windows: Sequence[tuple[Window, tuple[str, ...]]] = ()
@@ -386,7 +545,8 @@ class Deployment:
         start = self._model
         method = self._copy()
         domain, kept = _split(domain, _randomness(self._loaded).generator("deploy", domain.name))
-        watch = Watch(method, domain, self._source(), _randomness(self._loaded))
+        known = "its first images, by its own answers" if self._references[0].name == FIRST else "the source"
+        watch = Watch(method, domain, self._source(), _randomness(self._loaded), known)
         self._store.note("stage", domain=domain.name, images=len(domain), version=start.version)
         for _ in train(method.target_phases(domain)):
             if self._stop.is_set():
@@ -418,7 +578,7 @@ class Deployment:
     def _copy(self) -> Method:
         """Builds the current version once more, to be trained."""
         method = self._load().method
-        method.load_state(self._model.method.state())
+        method.load_state(self._model.state())
         if self.settings.changes:
             setting = getattr(method, "setting", None)
             if setting is None:
@@ -430,7 +590,8 @@ class Deployment:
     def _source(self) -> LabelledDomain:
         name = self._references[0].name
         known = self._store.images(name)
-        return LabelledDomain(name, known["images"], known["labels"], self.classes)
+        labels = known["labels"] if "labels" in known else known["answers"]
+        return LabelledDomain(name, known["images"], labels, self.classes)
 
 
 def _reference(model: Model, name: str, images: Tensor, loaded: LoadedRun) -> Reference:

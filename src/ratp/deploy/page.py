@@ -105,6 +105,10 @@ def _told(event: Mapping[str, Any]) -> str:
             return f"version {number}: {event.get('why')}"
         case "rollback":
             return f"version {number} answers again"
+        case "restored":
+            return (
+                f"version {number} answers again after {images} images: {'; '.join(map(str, event.get('reasons', ())))}"
+            )
         case "stage":
             return f"stage on {domain} began, with {images} images"
         case "refused":

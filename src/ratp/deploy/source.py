@@ -15,7 +15,7 @@ from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
 from ratp.streams import STREAMS, find_stream
 from ratp.streams.files import load_domains
-from ratp.streams.folders import domain_name, from_names
+from ratp.streams.folders import domain_name, from_names, without_source
 from ratp.streams.stream import SOURCE_TEST_SHARE, DataOptions, stratified_mask
 
 
@@ -53,18 +53,31 @@ def _test_part(loaded: LoadedRun, name: str, source: LabelledDomain) -> Labelled
     return source.subset(stratified_mask(source.labels, SOURCE_TEST_SHARE, generator) if held_out is None else held_out)
 
 
-def run_of_adopted(model: Path, source: Path, method: str, folder: Path, options: DataOptions, device: str) -> None:
+def run_of_adopted(
+    model: Path,
+    source: Path | None,
+    method: str,
+    folder: Path,
+    options: DataOptions,
+    device: str,
+    backbone: str | None = None,
+) -> None:
     """Writes the run of an adopted model that has seen no target yet.
 
     Args:
         model: The adopted model.
-        source: Labelled images of the kind it was trained on; methods with a memory take exemplars from them.
+        source: Labelled images of the kind it was trained on; methods with a memory take exemplars from them. None:
+            there are none.
         method: Name or file of the method that will adapt it.
         folder: Directory of the run.
         options: How to read images.
         device: Where to compute.
+        backbone: The class of a model of the user's own.
     """
     # A deployed model answers single images, too, so its answers must not depend on the batch.
     by_image = {"eval_bn": "running"} if "eval_bn" in as_dict(find_method(method).config_type()) else {}
-    request = RunRequest("folders", method, model=model, changes=by_image, data=options, device=device)
-    Run(resolve(request, stream=from_names({domain_name(source): source})), folder).execute()
+    request = RunRequest(
+        "folders", method, model=model, changes=by_image, data=options, device=device, backbone=backbone
+    )
+    stream = without_source() if source is None else from_names({domain_name(source): source})
+    Run(resolve(request, stream=stream), folder).execute()

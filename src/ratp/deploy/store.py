@@ -42,6 +42,8 @@ from ratp.deploy.drift import Reference
 from ratp.errors import ConfigError, RatpError, RunDirectoryError
 from ratp.training.method import pack, unpack
 
+# Versions that were adapted online and are kept; there may be many, and each is as large as the model.
+KEPT_ONLINE = 10
 _RUN_FILES = "config.json", "environment.json", "state.safetensors"
 
 
@@ -56,6 +58,7 @@ class Version:
         images: Number of images it was adapted to.
         verdict: What the guard said of the adaptation; None for the first version.
         known: Names of the domains it knows, for the alarm.
+        online: Whether it was adapted window by window.
     """
 
     number: int
@@ -64,6 +67,7 @@ class Version:
     images: int = 0
     verdict: Mapping[str, Any] | None = None
     known: tuple[str, ...] = ()
+    online: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,11 @@ class Store:
         written = {"known": [reference.to_json() for reference in references], "number": number}
         write_tensors(self._path(number), pack({"state": tensors, **parts}), DEPLOYMENT.marked(written))
         versions = (*self.contents.versions, version)
+        surplus = [item.number for item in versions if item.online][:-KEPT_ONLINE]
+        versions = tuple(item for item in versions if item.number not in surplus)
         self._write(replace(self.contents, current=number, versions=versions))
+        for old in surplus:
+            self._path(old).unlink(missing_ok=True)
         self.note("version", number=number, why=why, images=version.images)
         return version
 
@@ -160,10 +168,9 @@ class Store:
         self.note("rollback", number=number, why=why)
         return version
 
-    def keep_images(self, name: str, images: Tensor, labels: Tensor | None = None) -> None:
-        """Writes images of a known domain."""
-        given = {} if labels is None else {"labels": labels}
-        write_tensors(self._known(name), {"images": images, **given}, DEPLOYMENT.marked({"name": name}))
+    def keep_images(self, name: str, images: Tensor, **about: Tensor) -> None:
+        """Writes images of a known domain, with their ``labels``, or the ``answers`` that the model gave."""
+        write_tensors(self._known(name), {"images": images, **about}, DEPLOYMENT.marked({"name": name}))
 
     def images(self, name: str) -> dict[str, Tensor]:
         """Reads images of a known domain, and their labels if it has them."""
@@ -215,14 +222,14 @@ def read_contents(folder: Path) -> Contents:
 
 
 def read_current(folder: Path) -> tuple[Version, dict[str, Tensor], dict[str, Tensor]]:
-    """Reads the version that answers: about it, the state of its method, and images of the source with labels."""
+    """Reads the version that answers: about it, the state of its method, and images of the source, if there are any."""
     contents = read_contents(folder)
     version = contents.version(contents.current)
     path = _version_file(folder, version.number)
     state = unpack(read_tensors(path)[0]).get("state")
-    if state is None or not version.known:
+    if state is None:
         raise RunDirectoryError(f"{path} is damaged. Roll back to another version.")
-    return version, state, read_tensors(_known_file(folder, version.known[0]))[0]
+    return version, state, read_tensors(_known_file(folder, version.known[0]))[0] if version.known else {}
 
 
 def _version_file(folder: Path, number: int) -> Path:

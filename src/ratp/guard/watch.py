@@ -158,12 +158,18 @@ class Verdict:
 class Watch:
     """Watches one stage: created before it, with the model it starts from; gives a verdict after it.
 
-    ``source`` is the training part of the source, whose labels are known to the run anyway.
+    ``source`` is the training part of the source, whose labels are known to the run anyway; messages call it ``known``.
     """
 
     def __init__(
-        self, method: Method, domain: UnlabelledDomain, source: LabelledDomain, randomness: Randomness
+        self,
+        method: Method,
+        domain: UnlabelledDomain,
+        source: LabelledDomain,
+        randomness: Randomness,
+        known: str = "the source",
     ) -> None:
+        self._known = known
         self._domain = domain.images[_sample(len(domain), DOMAIN_IMAGES, randomness, "domain", domain.name)]
         chosen = _sample(len(source), KNOWN_IMAGES, randomness, "source")
         self._source, self._source_labels = source.images[chosen], source.labels[chosen].cpu()
@@ -192,7 +198,8 @@ class Watch:
                 recognition=self._recognition,
                 source_labels=self._source_labels,
                 memory_labels=self._memory_labels,
-            )
+            ),
+            known=self._known,
         )
 
     def _view(self, method: Method) -> View:
@@ -224,8 +231,8 @@ def gain(method: Method, images: Tensor, randomness: Randomness, whole: Predicti
     return whole.confidence - sum(parts) / len(parts) if parts else 0.0
 
 
-def decide(found: Indicators, limits: Limits = LIMITS) -> Verdict:
-    """Compares indicators with their limits."""
+def decide(found: Indicators, limits: Limits = LIMITS, known: str = "the source") -> Verdict:
+    """Compares indicators with their limits; ``known`` is what the source is called."""
     reasons = []
     if found.structure < limits.structure:
         reasons.append(
@@ -248,7 +255,7 @@ def decide(found: Indicators, limits: Limits = LIMITS) -> Verdict:
                 f"the {model} model puts nearly all its images into one class: variety {value:.2f}, limit {limit:.2g}"
             )
     if _is_below(found.source_kept, limits.source_kept):
-        reasons.append(f"the model forgot the source: {found.source:.0%} correct, {found.source_before:.0%} before")
+        reasons.append(f"the model forgot {known}: {found.source:.0%} correct, {found.source_before:.0%} before")
     if _is_below(found.memory_kept, limits.memory_kept):
         reasons.append(
             f"the model forgot its exemplars: {found.memory:.0%} as labelled, {found.memory_before:.0%} before"

@@ -105,7 +105,7 @@ class RunPlan:
         """Loads the weights now if there are images to read, because decoding them in vain would take long."""
         if self.spec.places:
             places = self.spec.places(self.order, self.data)
-            if not problems_listed(places, unlabelled=self.spec.unlabelled):
+            if places and not problems_listed(places, unlabelled=self.spec.unlabelled):
                 _ = self.weights
 
     @property

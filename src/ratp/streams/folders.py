@@ -60,7 +60,7 @@ def from_paths(source: Path | None, targets: Sequence[Path]) -> StreamSpec:
     return _spec(FOLDERS, dict(zip(_names(paths), paths, strict=True)), order=None, recipe=RECIPE)
 
 
-def without_source(targets: Sequence[Path]) -> StreamSpec:
+def without_source(targets: Sequence[Path] = ()) -> StreamSpec:
     """Builds the stream of an adopted model of whose source no image is there."""
     if again := _twice(targets):
         raise ConfigError([f"{place} is given twice: each domain may come once." for place in again])
