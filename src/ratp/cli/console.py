@@ -296,6 +296,8 @@ def parse_devices(device: str, precision: str, problems: list[str]) -> tuple[str
 
 def check_side_by_side(way: str, problems: list[str]) -> None:
     """Adds a mistake in ``--side-by-side`` to ``problems``."""
+    if way == "auto":
+        return
     from ratp.executors.layout import check_way
 
     try:
