@@ -224,7 +224,8 @@ def run(
                 raise ConfigError(f"--after {after} needs the new domains: --targets FOG")
             requests = [_inherited(requests[0], after, is_default)]
         plans = resolve_all(requests, [*problems, *wrong])
-        layout = find_layout(plans, devices, at_once, side_by_side) if len(plans) > 1 or side_by_side != "auto" else None
+        is_plain = len(plans) == 1 and side_by_side == "auto"
+        layout = None if is_plain else find_layout(plans, devices, at_once, side_by_side)
         if save_config is not None:
             save(save_config, context)
             say(f"Written: {save_config}. Next: ratp run {shlex.quote(str(save_config))}")
