@@ -10,6 +10,7 @@ import torch
 
 import ratp.data.streamed as streamed_module
 import ratp.training.device_cache as device_cache
+import ratp.training.feed as feed_module
 from helpers import TINY, files_of, ratp, same_tensors, tensors_of
 from own_images import image_files, write_files
 from ratp.data.cache.decoded import open_decoded
@@ -117,6 +118,50 @@ class TestFeed:
         for _ in range(10):
             feed.take([(40, 4)], 40)
         assert threads.count(threading.current_thread()) == 1  # the first batch
+
+    @pytest.mark.parametrize(("bunch", "memory"), [(1, True), (4, False), (4, True), (10, True)])
+    def test_captured_steps_find_their_images_in_buffers(self, monkeypatch, bunch, memory):
+        """Here a replay draws as the captured steps did, and reads the buffers; single steps come between."""
+        prepare, buffers = [], []
+        monkeypatch.setattr(feed_module, "before_replays", lambda fill: prepare.append(fill) if not prepare else None)
+        generator = torch.Generator().manual_seed(1)
+        feed = Feed(StreamedImages(IMAGES, CPU), generator)
+        draws = [(45, 8)]
+
+        def after():
+            if memory:
+                feed.skip((9, 3))
+                drawn([(9, 3)], 0, generator)
+
+        def single():
+            place, images = feed.take(draws, 40)
+            assert torch.equal(images, IMAGES[place.clamp(max=39)])
+            after()
+
+        def replay():
+            prepare[0]()
+            for buffer in buffers:
+                place = drawn(draws, 40, generator)
+                assert torch.equal(buffer, IMAGES[place.clamp(max=39)])
+                if memory:
+                    drawn([(9, 3)], 0, generator)
+
+        for _ in range(3):
+            single()
+        state = generator.get_state()
+        monkeypatch.setattr(feed_module, "_is_capturing", lambda device: True)
+        for _ in range(bunch):
+            buffers.append(feed.take(draws, 40)[1])
+            after()
+        monkeypatch.setattr(feed_module, "_is_capturing", lambda device: False)
+        generator.set_state(state)  # a capture draws nothing
+        for turn in range(4):
+            for _ in range(3):
+                replay()
+            if turn == 1:
+                torch.rand(2, generator=generator)  # nobody told the feed
+            for _ in range(turn):
+                single()
 
     def test_an_error_of_the_other_thread_is_raised_here(self):
         class Broken(StreamedImages):

@@ -18,10 +18,17 @@ from ratp.data.decode.pixel_file import check_whole
 
 # From this size on, a part of a domain is not copied in host memory.
 LARGE = 4 * 2**30
+# Bytes of a part of all images.
+_PART = 2**25
 # What a stand-in knows without its images.
-_ABOUT = {
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout", "requires_grad", "is_cuda")
-} | {Tensor.__len__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point}
+_ABOUT = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout", "requires_grad")} | {
+    Tensor.__len__,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+}
 
 
 class Sent(NamedTuple):
@@ -87,10 +94,8 @@ class StreamedImages(Tensor):
                 return first._device
             if func is Tensor.__getitem__:
                 return first._at(args[1])
-            if func is Tensor.to and len(args) == 2 and not kwargs and _is_on(first._device, args[1]):
-                return first
-            if func is Tensor.cpu:
-                return first if first._device.type == "cpu" else first.gathered(slice(None))
+            if func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[1], torch.device):
+                return first if args[1].type == first._device.type else first.resident(args[1])
         return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
 
     def gathered(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
@@ -109,13 +114,23 @@ class StreamedImages(Tensor):
             rows = rows if self._rows is None else self._rows[rows]
         return torch.index_select(self._host, 0, rows, out=out) if out is not None else self._host[rows]
 
+    def resident(self, device: torch.device) -> Tensor:
+        """Copies all images to a device, part by part."""
+        if device.type == "cpu":
+            return self.gathered(slice(None))
+        whole, parts = torch.empty(self.shape, dtype=torch.uint8, device=device), StreamedImages(self, device)
+        each = max(_PART // max(self[:1].nbytes, 1), 1)
+        for start in range(0, len(self), each):
+            whole[start : start + each] = parts[start : start + each]
+        return whole
+
     def sent(self, rows: Tensor | slice, count: int) -> Sent:
         """Begins to copy ``count`` images to the device, on a stream of its own if it is a GPU."""
         if self._device.type == "cpu":
             return Sent(self.gathered(rows), None)
-        pinned = torch.empty(count, *self.shape[1:], dtype=torch.uint8, pin_memory=True)
-        self.gathered(rows, pinned)
         with torch.cuda.stream(copying_stream(self._device)):
+            pinned = torch.empty(count, *self.shape[1:], dtype=torch.uint8, pin_memory=True)
+            self.gathered(rows, pinned)
             images = pinned.to(self._device, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
@@ -159,14 +174,10 @@ def selected(images: Tensor, index: Tensor) -> Tensor:
 def _whole(value: Any) -> Any:
     """Copies all images of a stand-in to its device."""
     if isinstance(value, StreamedImages):
-        return value.gathered(slice(None)).to(value._device)
+        return value.resident(value._device)
     if isinstance(value, list | tuple) and any(isinstance(item, StreamedImages) for item in value):
         return type(value)(map(_whole, value))
     return value
-
-
-def _is_on(device: torch.device, place: Any) -> bool:
-    return isinstance(place, torch.device | str) and torch.device(place).type == device.type
 
 
 @cache

@@ -50,6 +50,10 @@ def drawn(draws: Sequence[Draw], own: int, generator: torch.Generator) -> Tensor
     return found[0] if len(found) == 1 else torch.cat([found[0], own + found[1]])
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Feed:
     """Fetches the images of the next batches.
 
@@ -76,7 +80,7 @@ class Feed:
         While a step is captured, the images are those of a buffer that is filled before every replay.
         """
         wanted, self._skipped = Wanted(tuple(self._skipped), tuple(draws), own), []
-        if self._generator.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(self._generator.device):
             place = drawn(draws, own, self._generator)
             buffer = torch.empty(len(place), *self._images.shape[1:], dtype=torch.uint8, device=place.device)
             self._static.append((wanted, buffer))
