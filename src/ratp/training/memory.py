@@ -256,10 +256,21 @@ class Views:
         self._places = setting.generator(f"{name} batches", stage)
         self._changes = setting.generator(f"{name} transforms", stage)
         self.generators = self._places, self._changes
+        self._feed: Feed | None = None
+
+    def draw(self, images: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Draws ``count`` of all images of a domain; returns their indices and the images."""
+        if isinstance(images, StreamedImages):
+            self._feed = self._feed or Feed(images, self._places)
+            return self._feed.take([(len(images), count)], len(images))
+        place = self.places(len(images), count)
+        return place, images[place]
 
     def places(self, population: int, count: int) -> Tensor:
         """Draws ``count`` indices into a population."""
-        return torch.randint(population, (count,), generator=self._places, device=self._places.device)
+        if self._feed is not None:
+            self._feed.skip((population, count))
+        return drawn([(population, count)], 0, self._places)
 
     def change(self, images: Tensor) -> Tensor:
         """Returns uint8 images transformed and normalised as for training on a target."""
