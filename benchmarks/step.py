@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -75,7 +76,14 @@ def measure(stage: str, options: argparse.Namespace, device: torch.device, *, ca
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     bunch = bunches(options.steps)
-    with stepper(lambda: _ignore(phase.step()), phase.generators, capture=capture, bunch=bunch) as step:
+
+    def by_hand(most: int = 1) -> int:
+        del most
+        phase.step()
+        return 1
+
+    captured = stepper(lambda: _ignore(phase.step()), phase.generators, bunch=bunch) if capture else None
+    with captured or nullcontext(by_hand) as step:
         make(step, WARM_UP + 2 * bunch if device.type == "cuda" else 1)
         times = [_milliseconds(step, options.steps, device) for _ in range(REPEATS if device.type == "cuda" else 1)]
     numbers = {"ms": round(median(times), 3)}

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -298,7 +298,20 @@ def check_side_by_side(way: str, problems: list[str]) -> None:
     """Adds a mistake in ``--side-by-side`` to ``problems``."""
     from ratp.executors.layout import check_way
 
+    if way != "auto":
+        _check(check_way, way, problems)
+
+
+def check_images(place: str, problems: list[str]) -> None:
+    """Adds a mistake in ``--images`` to ``problems``."""
+    from ratp.training.device_cache import check_placement
+
+    if place != "auto":
+        _check(check_placement, place, problems)
+
+
+def _check(check: Callable[[str], None], value: str, problems: list[str]) -> None:
     try:
-        check_way(way)
+        check(value)
     except ConfigError as error:
         problems += error.problems

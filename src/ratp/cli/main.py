@@ -117,7 +117,7 @@ def main() -> None:
             sys.exit(128 + signal.SIGINT)
         from ratp.methods.custom import own_traceback
 
-        message = own_traceback(error) or _disk_full(error)
+        message = own_traceback(error) or _disk_full(error) or _no_memory(error)
         if message is None:
             raise
         print_error(message)
@@ -129,6 +129,17 @@ def main() -> None:
 def _options_of_run() -> list[Any]:
     commands: Any = typer.main.get_command(app)
     return list(commands.commands["run"].params)
+
+
+def _no_memory(error: Exception) -> str | None:
+    """The message for a GPU without memory left; None for any other error."""
+    if type(error).__name__ != "OutOfMemoryError":  # torch may not be imported
+        return None
+    reason = str(error).partition(". ")[0]
+    return (
+        f"the memory of the GPU ran out ({reason}). Finished stages are kept: the same command continues after them. A "
+        "smaller --batch or --size needs less, and --images streamed keeps the images off the GPU."
+    )
 
 
 def _disk_full(error: Exception) -> str | None:

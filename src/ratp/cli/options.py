@@ -96,6 +96,14 @@ Features = Annotated[
     bool,
     typer.Option("--features", help="Keep embeddings of test images for the report to draw. Changes no result."),
 ]
+Images = Annotated[
+    str,
+    typer.Option(
+        metavar="WHERE",
+        help="Images of the domain in training: resident on the GPU, streamed to it batch by batch, or auto: streamed "
+        "if they do not fit. Changes no result.",
+    ),
+]
 Track = Annotated[
     list[str] | None,
     typer.Option(

@@ -16,6 +16,7 @@ from ratp._core.files import safe_name
 from ratp._core.user_code import split_file
 from ratp.cli import options as opt
 from ratp.cli.console import (
+    check_images,
     check_side_by_side,
     data_options,
     decoding,
@@ -141,6 +142,7 @@ def run(
     probe: opt.Probe = False,
     online: opt.Online = False,
     features: opt.Features = False,
+    images: opt.Images = "auto",
     save_every: opt.SaveEvery = SAVE_EVERY,
     reuse_source: opt.ReuseSource = True,
     guard: opt.Guard = "auto",
@@ -193,6 +195,7 @@ def run(
 
     problems += problems_of(track) if track else []
     check_side_by_side(side_by_side, problems)
+    check_images(images, problems)
     first, devices = parse_devices(device, precision, problems)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         options, wrong = data_options(data, on_bad_image, extra_classes, progress)
@@ -224,13 +227,14 @@ def run(
                 raise ConfigError(f"--after {after} needs the new domains: --targets FOG")
             requests = [_inherited(requests[0], after, is_default)]
         plans = resolve_all(requests, [*problems, *wrong])
-        layout = find_layout(plans, devices, at_once, side_by_side)
+        is_plain = len(plans) == 1 and side_by_side == "auto"
+        layout = None if is_plain else find_layout(plans, devices, at_once, side_by_side)
         if save_config is not None:
             save(save_config, context)
             say(f"Written: {save_config}. Next: ratp run {shlex.quote(str(save_config))}")
             return
         how: dict[str, Any] = {"probe": probe, "features": features, "reuse_source": reuse_source}
-        how["save_every"] = save_every or None
+        how |= {"save_every": save_every or None, "images": images}
         if len(plans) == 1:
             folder = out or _default_folder(plans[0], continued=after is not None)
             current = Run(plans[0], folder, after=after, **how)

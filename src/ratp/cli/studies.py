@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ratp.cli import options as opt
 from ratp.cli.console import (
+    check_images,
     check_side_by_side,
     data_options,
     decoding,
@@ -74,6 +75,7 @@ def run(
     trust_methods: TrustMethods = False,
     jobs: opt.Jobs = "auto",
     side_by_side: opt.SideBySide = "auto",
+    images: opt.Images = "auto",
     on: On = "local",
     ray_address: RayAddress = None,
     dry_run: opt.DryRun = False,
@@ -90,6 +92,7 @@ def run(
     problems: list[str] = []
     at_once = parse_jobs(jobs, problems)
     check_side_by_side(side_by_side, problems)
+    check_images(images, problems)
     first, devices = parse_devices(device, precision, problems)
     options, wrong = data_options(data, on_bad_image, extra_classes, None)
     problems += wrong
@@ -117,7 +120,8 @@ def run(
         show_study_plan(study, stderr(), at_once=at_once, apart=apart, dry=dry_run, json_=json_, layout=layout)
     if dry_run:
         return
-    follow_study(study, stderr(), quiet=quiet or json_, at_once=at_once, on=executor, between_steps=on == "local")
+    how: dict[str, Any] = {"at_once": at_once, "images": images, "on": executor, "between_steps": on == "local"}
+    follow_study(study, stderr(), quiet=quiet or json_, **how)
     _print_study(study, json_=json_, quiet=quiet)
     if any(state != "finished" for state in study.states().values()):
         raise typer.Exit(2)

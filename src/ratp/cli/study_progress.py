@@ -23,6 +23,7 @@ from ratp.runs.events import Event, StageFinished, StageStarted, Trained
 from ratp.runs.run import Run
 from ratp.studies.execute import Executor, run_study
 from ratp.studies.study import Entry, Study
+from ratp.training.device_cache import Placement
 
 
 def follow_study(
@@ -31,17 +32,18 @@ def follow_study(
     *,
     quiet: bool,
     at_once: int | None = None,
+    images: Placement = "auto",
     on: Executor = run_all,
     between_steps: bool = True,
 ) -> None:
     """Executes the unfinished runs of a study and shows them; signals are as in :func:`interruptible`."""
-    make = partial(run_study, study, at_once=at_once, on=on)
+    make = partial(run_study, study, at_once=at_once, images=images, on=on)
     with interruptible(console, between_steps=between_steps) as stop:
         if quiet:
             make(on_event=lambda run, event: stop.check())
             return
         todo = study.remaining()
-        watcher, images = StudyWatcher(todo), _ImageNotes(study, console)
+        watcher, notes = StudyWatcher(todo), _ImageNotes(study, console)
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
         left = TextColumn("[dim]{task.fields[left]}[/]")
         is_plain = not console.is_terminal
@@ -49,7 +51,7 @@ def follow_study(
             task = bars.add_task("", total=watcher.total, left="")
 
             def see(run: Run, event: Event) -> None:
-                images.see(run)
+                notes.see(run)
                 watcher.see(run, event)
                 name = f"{watcher.done_runs}/{len(todo)} runs"
                 bars.update(task, completed=watcher.done, description=name, left=watcher.left)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ratp.data.streamed import selected
 from ratp.errors import RatpError
 
 
@@ -132,7 +133,7 @@ class LabelledDomain:
 
     def subset(self, index: Tensor) -> LabelledDomain:
         """Returns the images at ``index`` (bool mask or positions) as a domain without a test part."""
-        return replace(self, images=self.images[index], labels=self.labels[index], held_out=None)
+        return replace(self, images=selected(self.images, index), labels=self.labels[index], held_out=None)
 
     def to(self, device: torch.device) -> LabelledDomain:
         """Returns the same domain with its tensors on ``device``."""

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _USUAL_PIPES = "/tmp/nvidia-mps"  # noqa: S108 - where the control program looks
 # Seconds for an answer of the control program, for a first process on the GPU, and for the end of the daemon.
 _ANSWER, _FIRST_PROCESS, _END = 10.0, 60.0, 20.0
+# How often, and after how many seconds, a daemon that has just been started is asked again.
+_TRIES, _PAUSE = 10, 0.1
 # Waits until its input ends, which it also does if this process is killed, and stops the daemon.
 _WATCH = "import subprocess, sys; sys.stdin.read(); subprocess.run([sys.argv[1]], input=b'quit\\n')"
 # Computes on the GPU without torch, which takes seconds to import.
@@ -69,7 +72,7 @@ def mps(gpu: str) -> Iterator[dict[str, str]]:
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | ours
         with _stopped_at_the_end(control, environment):
             _ask(["-d"], control, environment)
-            _ask([], control, environment)
+            _await(control, environment)
             _try(gpu, ours)
             yield ours
 
@@ -112,6 +115,15 @@ def _ask(arguments: list[str], control: str, environment: Mapping[str, str]) -> 
         raise MpsError(f"{_CONTROL} cannot be started: {error.strerror}") from error
     if done.returncode:
         raise MpsError(said.splitlines()[-1] if said else f"{_CONTROL} ended with exit code {done.returncode}")
+
+
+def _await(control: str, environment: Mapping[str, str]) -> None:
+    """Waits until a daemon that has just been started answers."""
+    for _ in range(_TRIES):
+        with suppress(MpsError):
+            return _ask([], control, environment)
+        time.sleep(_PAUSE)
+    return _ask([], control, environment)
 
 
 def _try(gpu: str, ours: Mapping[str, str]) -> None:

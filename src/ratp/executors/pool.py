@@ -63,7 +63,7 @@ class Pool:
 
     def at_once(self, indices: Sequence[int], lanes: Sequence[Lane]) -> None:
         """Executes as many runs at once as there are lanes."""
-        todo, left = deque(self._spread(indices)), deque[int]()
+        todo, left = deque(self._spread(indices) if len(lanes) > 1 else indices), deque[int]()
         self._todo = todo
         while todo and (usable := [lane for lane in lanes if not lane.gave_up]):
             self._share(todo, left, usable)  # again, if a lane gave up after the others had finished

@@ -36,6 +36,7 @@ from ratp.runs.stage_runner import StageRunner
 from ratp.runs.states import State, StateWarning
 from ratp.streams import FOLDERS
 from ratp.streams.stream import Stream
+from ratp.training.device_cache import Placement, check_placement
 from ratp.training.method import Method, unpack
 
 
@@ -56,6 +57,7 @@ class Options:
     reuse_source: bool
     save_every: float | None
     features: bool
+    images: Placement
 
 
 @final
@@ -287,6 +289,8 @@ class Run:
             save this run's for others.
         save_every: Seconds between two checkpoints within a stage; None disables them.
         features: Whether to save embeddings of some test images after every stage, for the report.
+        images: Where the images of the domain in training are: ``resident`` on the device, ``streamed`` to it batch by
+            batch, or ``auto``: streamed if they do not fit.
         wait: Whether to postpone loading images until they are needed, so that many runs can be planned at once.
 
     Attributes:
@@ -304,6 +308,7 @@ class Run:
         reuse_source: bool = False,
         save_every: float | None = SAVE_EVERY,
         features: bool = False,
+        images: Placement = "auto",
         wait: bool = False,
     ) -> None:
         self.folder = Path(folder)
@@ -313,7 +318,8 @@ class Run:
             self.plan = _with_guard_of(self.after, self.plan)
             if os.path.realpath(self.after) == os.path.realpath(self.folder):
                 raise ConfigError(f"a run cannot continue {after} in the same folder: choose another with --out.")
-        self.options = Options(probe, capture, reuse_source, save_every, features)
+        check_placement(images)
+        self.options = Options(probe, capture, reuse_source, save_every, features, images)
         self._session: Session | None = None
         if not wait:
             _ = self.config, self.method

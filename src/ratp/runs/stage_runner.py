@@ -254,8 +254,8 @@ class StageRunner:
         return method.target_phases(self._shared(target)), len(target)
 
     def _shared(self, domain: D) -> D:
-        """Returns the domain with its images on the run's GPU, where runs share them."""
-        return domain if self._plan.device.type == "cpu" else with_images_on(domain, self._plan.device)
+        """Returns the domain with its images on the run's GPU, where runs share them, or streamed to it."""
+        return with_images_on(domain, self._plan.device, self._options.images)
 
     def _watch(self) -> Watch | None:
         """Shows the guard the model before a target stage; None: the guard is off."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ratp._core.environment import Randomness
 from ratp.data.domain import LabelledDomain
+from ratp.data.streamed import selected
 from ratp.errors import ConfigError, unknown
 from ratp.streams.files import some
 from ratp.streams.stream import LoadedDomain
@@ -94,7 +95,7 @@ def _thinned(stream: str, loaded: LoadedDomain, recipe: Recipe, missing: Sequenc
         )
     thinned = replace(
         domain,
-        images=domain.images[kept],
+        images=selected(domain.images, kept),
         labels=domain.labels[kept],
         held_out=None if domain.held_out is None else domain.held_out[kept],
         manifest=None if domain.manifest is None else _manifest(domain.manifest, kept),

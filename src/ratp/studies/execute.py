@@ -20,6 +20,7 @@ from ratp.runs.plan import RunPlan
 from ratp.runs.run import Run
 from ratp.streams.stream import Report
 from ratp.studies.study import Entry, Study, how_many
+from ratp.training.device_cache import Placement
 
 # Executes runs as run_all does.
 Executor = Callable[..., list[Result]]
@@ -29,6 +30,7 @@ def run_study(
     study: Study,
     *,
     at_once: int | None = None,
+    images: Placement = "auto",
     on_event: Listener | None = None,
     on_end: Callable[[Entry, Result], None] | None = None,
     on: Executor = run_all,
@@ -41,7 +43,8 @@ def run_study(
     Args:
         study: What to run; its folder must be claimed.
         at_once: As for :func:`ratp.executors.local.run_all`.
-        on_event: Likewise.
+        images: As for :class:`ratp.runs.run.Run`.
+        on_event: As for :func:`ratp.executors.local.run_all`.
         on_end: Called with every result, by one thread at a time.
         on: What executes the runs (:func:`find_executor`).
     """
@@ -54,7 +57,7 @@ def run_study(
                     on_end(entry, obstacle)
             else:
                 todo.append(entry)
-    runs = [Run(entry.plan, entry.folder, reuse_source=True, wait=True) for entry in todo]
+    runs = [Run(entry.plan, entry.folder, reuse_source=True, images=images, wait=True) for entry in todo]
     by_run = {id(run): entry for run, entry in zip(runs, todo, strict=True)}
     started: set[int] = set()
 

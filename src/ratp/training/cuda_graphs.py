@@ -51,6 +51,12 @@ def recording_on(stream: torch.cuda.Stream) -> Iterator[None]:
         _thread.stream = before
 
 
+def before_replays(prepare: Callable[[], None]) -> None:
+    """Has ``prepare`` called before every replay of the graph that this thread is capturing."""
+    if prepare not in _thread.prepare:
+        _thread.prepare.append(prepare)
+
+
 class Stepper(Protocol):
     """Makes steps."""
 
@@ -101,6 +107,7 @@ class _CapturedSteps:
         self._made = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gave_up = False
+        self._prepare: list[Callable[[], None]] = []
 
     def __call__(self, most: int = 1) -> int:
         """Replays the graph, or makes one eager step where that is not possible."""
@@ -111,6 +118,8 @@ class _CapturedSteps:
                         self._graph = self._record()
                     self._gave_up = self._graph is None
                 if self._graph is not None:
+                    for prepare in self._prepare:
+                        prepare()
                     self._graph.replay()
                     return self._bunch
             self._made += 1
@@ -156,6 +165,7 @@ class _CapturedSteps:
                 graph.register_generator_state(generator)
             with torch.cuda.stream(self._stream):
                 # Only this thread's calls can break the capture; other threads may use the device.
+                _thread.prepare = self._prepare
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     for _ in range(self._bunch):

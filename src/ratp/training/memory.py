@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ratp._core.state import Stateful
+from ratp.data.streamed import StreamedImages
 from ratp.functional.class_mix import allocate
 from ratp.functional.numerics import full_precision, in_chunks, ranks_within
+from ratp.training.feed import Feed, drawn
 from ratp.training.finite import log_draw
 from ratp.training.method import Setting
 
@@ -215,16 +217,20 @@ class Batches(Stateful):
         self._places = setting.generator("batches", stage)
         self._changes = setting.generator("transforms", stage)
         self.generators = self._places, self._changes
+        self._feed = Feed(self.images, self._places) if isinstance(self.images, StreamedImages) else None
 
     def draw(self, count: int, exemplars: int = 0) -> Batch:
         """Draws a batch of ``count`` images, and ``exemplars`` more from the memory, at most as many as it holds."""
         own, stored = len(self.images), len(self._memory) if self._memory is not None else 0
-        place = self._place(own + stored, count)
-        if exemplars and stored:
-            place = torch.cat([place, own + self._place(stored, min(exemplars, stored))])
+        draws = [(own + stored, count), *([(stored, min(exemplars, stored))] if exemplars and stored else [])]
+        if self._feed is not None:
+            place, images = self._feed.take(draws, own)
+        else:
+            place = drawn(draws, own, self._places)
+            images = self.images[place.clamp(max=own - 1)]
         index, replayed = place.clamp(max=own - 1), place >= own
         log_draw(place, own)
-        images, labels = self.images[index], self.labels[index]
+        labels = self.labels[index]
         if self._memory is not None and stored:
             kept = (place - own).clamp(min=0)
             images = torch.where(replayed[:, None, None, None], self._memory.images[kept], images)
@@ -233,13 +239,13 @@ class Batches(Stateful):
 
     def draw_memory(self, memory: Memory, count: int) -> Batch:
         """Draws a batch of exemplars only, at most as many as there are."""
-        index = self._place(len(memory), min(count, len(memory)))
+        draw = len(memory), min(count, len(memory))
+        if self._feed is not None:
+            self._feed.skip(draw)
+        index = drawn([draw], 0, self._places)
         log_draw(index, 0)
         images = self._inputs(memory.images[index], self._changes)
         return Batch(images, memory.labels[index], torch.ones_like(index, dtype=torch.bool), index)
-
-    def _place(self, population: int, count: int) -> Tensor:
-        return torch.randint(population, (count,), generator=self._places, device=self.images.device)
 
 
 class Views:
@@ -250,10 +256,21 @@ class Views:
         self._places = setting.generator(f"{name} batches", stage)
         self._changes = setting.generator(f"{name} transforms", stage)
         self.generators = self._places, self._changes
+        self._feed: Feed | None = None
+
+    def draw(self, images: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Draws ``count`` of all images of a domain; returns their indices and the images."""
+        if isinstance(images, StreamedImages):
+            self._feed = self._feed or Feed(images, self._places)
+            return self._feed.take([(len(images), count)], len(images))
+        place = self.places(len(images), count)
+        return place, images[place]
 
     def places(self, population: int, count: int) -> Tensor:
         """Draws ``count`` indices into a population."""
-        return torch.randint(population, (count,), generator=self._places, device=self._places.device)
+        if self._feed is not None:
+            self._feed.skip((population, count))
+        return drawn([(population, count)], 0, self._places)
 
     def change(self, images: Tensor) -> Tensor:
         """Returns uint8 images transformed and normalised as for training on a target."""

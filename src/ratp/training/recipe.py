@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ratp.config import override, switch
 from ratp.data.domain import check_images
+from ratp.data.streamed import StreamedImages
 from ratp.functional.numerics import in_chunks
 from ratp.functional.transforms import NONE, Transform, TransformConfig
 from ratp.networks.backbones import REGISTRY, is_pretrained, pretrained_input
@@ -146,7 +147,10 @@ def run_in_chunks(
     was_training = network.training
     network.eval()
     try:
-        chunk = chunk_size(images.shape[1:], scaling.mean.device)
+        device = scaling.mean.device
+        chunk = chunk_size(images.shape[1:], device)
+        if device.type == "cuda" and images.device.type == "cpu" and len(images) > chunk:
+            images = StreamedImages(images, device)
         return in_chunks(lambda rows: function(scaling(images[rows])), len(images), chunk)
     finally:
         network.train(was_training)

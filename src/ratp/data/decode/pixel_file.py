@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING
 
 from ratp._core.environment import usable_cores
 from ratp.data.decode.worker import write_at
+from ratp.errors import RatpError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _FLUSH_SECONDS = 0.3
+# The mapped files, by the address of their first byte.
+_maps: dict[int, weakref.ref[mmap.mmap]] = {}
 _BLOCK_BYTES = 2**22
 
 
@@ -32,7 +36,22 @@ def map_images(handle: int, count: int, height: int, width: int) -> Tensor:
 
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(handle, count * 3 * height * width, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(count, 3, height, width)
+    images = torch.frombuffer(memory, dtype=torch.uint8).view(count, 3, height, width)
+    _maps[images.data_ptr()] = weakref.ref(memory)
+    return images
+
+
+def check_whole(images: Tensor) -> None:
+    """Raises RatpError if the file that images are mapped from has become shorter: reading it would end the process.
+
+    A file that was removed stays readable for as long as it is mapped.
+    """
+    memory = _maps.get(images.untyped_storage().data_ptr(), lambda: None)()
+    if memory is not None and memory.size() < len(memory):
+        raise RatpError(
+            "a file of decoded images in the cache was cut off while it was in use. Start again: the images are "
+            "decoded again, and what was saved is kept."
+        )
 
 
 def hash_of_pixels(handle: int, length: int) -> str:

@@ -90,9 +90,9 @@ class RotationPhase(Phase):
     def step(self) -> dict[str, Tensor]:
         """Updates the head on randomly rotated images."""
         network = self._network.eval()
-        place = self._views.places(len(self._images), self._setting.recipe.batch)
+        place, chosen = self._views.draw(self._images, self._setting.recipe.batch)
         log_draw(place)
-        images = self._views.change(self._images[place])
+        images = self._views.change(chosen)
         turns = draw_turns(len(images), self._turns)
         with torch.no_grad():
             pairs = rotation_input(network(images).embedding, network(rotate(images, turns)).embedding)

@@ -186,9 +186,8 @@ class SelNLPLPhase(Phase):
 
     def step(self) -> dict[str, Tensor]:
         """Updates the network once on target images, exemplars and copies of both."""
-        place = self._views.places(len(self.images), self.batch)
+        place, chosen = self._views.draw(self.images, self.batch)
         log_draw(place)
-        chosen = self.images[place]
         kept = place[:0]
         if self._stored:
             kept = self._views.places(len(self.memory), self._stored)
