@@ -240,12 +240,51 @@ def guard_table() -> str:
     return "\n".join(lines)
 
 
+# Stages on trained networks by what they are; limits were chosen on the first streams, and are reported on the others.
+TRAINED_KINDS = {
+    "balanced targets": ("good",),
+    "targets with half or few of the classes, a long tail, or 90/10": ("half", "few", "long-tail", "90/10"),
+    "a single class of a target": ("one class",),
+    "targets, learning rate far too large": ("hot",),
+    "unrelated images": ("unrelated",),
+}
+CHOSEN_ON = ("trained-digits", "trained-pacs")
+TRAINED_NAMES = {
+    "limits were chosen on": CHOSEN_ON,
+    "other sources": ("trained-digits-reverse", "trained-pacs-art"),
+    "vision transformer": ("trained-vit",),
+}
+
+
+def guard_trained() -> str:
+    """How often the guard is right with well-trained networks; worse: five points or half of what was known is lost."""
+    rows = json.loads((ROOT / "benchmarks" / "guard-trained.json").read_text())["trials"]
+    lines = [
+        "| | stages on | stages | made it worse | of these refused | others | of these refused |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for title, streams in TRAINED_NAMES.items():
+        for kind, names in TRAINED_KINDS.items():
+            found = [row for row in rows if row["stream"] in streams and row["kind"] in names]
+            worse = [row for row in found if row["harmful"] or _lost(row) >= 5]
+            others = [row for row in found if row not in worse]
+            counts = (f"{len(some)} | {sum(bool(row['reasons']) for row in some)}" for some in (worse, others))
+            lines.append(f"| {title} | {kind} | {len(found)} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
+def _lost(row: dict[str, Any]) -> float:
+    """By how many points a stage made the model worse on the stage's own images."""
+    before, after = row.get("images", (0, 0))
+    return float(before - after)
+
+
 def guard_margins() -> str:
     """Every sign that decides: its limit, the lowest value on good stages and the range on the others."""
     found = guard_trials()
     lines = [f"| indicator | limit | {' | '.join(found)} |", f"|---|---:|{'---:|' * len(found)}"]
     for sign, limit in asdict(LIMITS).items():
-        if sign in ("images", "source_skill"):
+        if sign in ("images", "source_skill", "overturned"):
             continue
         values = [[row["signs"][sign] for row in rows if sign in row["signs"]] for rows in found.values()]
         cells = [f"{min(some):.2f} to {max(some):.2f}" if some else "–" for some in values]
@@ -327,6 +366,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "guard table": guard_table,
     "guard margins": guard_margins,
     "guard recognition": guard_recognition,
+    "guard trained": guard_trained,
     "alarm tables": alarm_tables,
     "best methods": best_methods,
 }

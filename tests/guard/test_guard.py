@@ -212,6 +212,17 @@ class TestDecision:
     def test_few_images_and_a_model_that_knows_nothing_say_nothing_about_the_domain(self, unknown):
         assert decide(replace(GOOD, recognition=0.0, variety_before=0.0, variety=0.0, **unknown)).reasons == ()
 
+    @pytest.mark.parametrize(
+        ("recognition", "agreement", "refused"),
+        [(0.5, 0.3, True), (0.5, 0.4, False), (0.2, 0.3, False), (None, 0.3, False)],
+    )
+    def test_changing_more_answers_than_the_model_doubted(self, recognition, agreement, refused):
+        found = decide(replace(GOOD, recognition=recognition, agreement=agreement)).reasons
+        assert any("contradicts what the previous one was sure of" in reason for reason in found) == refused
+
+    def test_a_model_that_recognises_nothing_as_a_whole_says_nothing_about_the_classes_of_a_domain(self):
+        assert decide(replace(GOOD, recognition=None, variety_before=0.0)).reasons == ()
+
     def test_the_view_of_a_model_that_knows_less_counts_less(self):
         seen = replace(GOOD, variety_before=0.5)
         assert decide(seen).reasons

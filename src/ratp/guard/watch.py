@@ -42,6 +42,10 @@ PIECES, LEAST_PIECE = (2, 4, 8), 6
 LEAST_SKILL = 0.2
 # Below this gain in confidence, the model does not recognise whole source images better than pieces of them.
 LEAST_GAIN = 0.1
+# From this recognition on, the confidence of the model before a stage says how often it is right.
+RECOGNISED = 0.3
+# Share of images that the model before a stage gets wrong at least, however confident it is.
+LEAST_DOUBT = 0.02
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,20 @@ class Indicators:
     spread_before: float | None = None
     spread: float | None = None  # mean cosine distance between the class means of source embeddings
 
+    @property
+    def overturned(self) -> float | None:
+        """How many answers the stage changed, relative to how many the model before it doubted.
+
+        None if that model hardly recognises the domain: its confidence then says little.
+        """
+        if self.recognition is None or self.recognition < RECOGNISED:
+            return None
+        return (1 - self.agreement) / max(1 - self.confidence_before, LEAST_DOUBT)
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Lower limits of indicators."""
+    """Lower limits of indicators, but for ``overturned``, which has an upper one."""
 
     structure: float = 0.3
     recognition: float = 0.1
@@ -130,6 +144,7 @@ class Limits:
     variety: float = 0.3
     source_kept: float = 0.5
     memory_kept: float = 0.4
+    overturned: float = 1.7
     images: int = 20  # number of images of the domain that recognition and variety need to be meaningful
     source_skill: float = 0.7  # skill below which the limit of ``variety_before`` shrinks in proportion
 
@@ -246,14 +261,18 @@ def decide(found: Indicators, limits: Limits = LIMITS, known: str = "the source"
             f"{found.recognition:.2f} (source images: 1), limit {limits.recognition:g}"
         )
     variety_before = limits.variety_before * min(1.0, found.source_skill / limits.source_skill)
-    for model, value, limit in (
-        ("previous", found.variety_before, variety_before),
-        ("new", found.variety, limits.variety),
-    ):
+    # A model that recognises nothing as a whole may prefer one class throughout on images of any kind.
+    varieties = [("previous", found.variety_before, variety_before)] if found.recognition is not None else []
+    for model, value, limit in (*varieties, ("new", found.variety, limits.variety)):
         if is_meaningful and value < limit:
             reasons.append(
                 f"the {model} model puts nearly all its images into one class: variety {value:.2f}, limit {limit:.2g}"
             )
+    if is_meaningful and found.overturned is not None and found.overturned > limits.overturned:
+        reasons.append(
+            f"the new model contradicts what the previous one was sure of: it changed {1 - found.agreement:.0%} of the "
+            f"answers, and only {1 - found.confidence_before:.0%} were in doubt"
+        )
     if _is_below(found.source_kept, limits.source_kept):
         reasons.append(f"the model forgot {known}: {found.source:.0%} correct, {found.source_before:.0%} before")
     if _is_below(found.memory_kept, limits.memory_kept):
