@@ -67,7 +67,7 @@ def trial_table(spec: StreamSpec) -> str:
     for run in sorted(trials, key=lambda run: run.label):
         usual = base.get((run.matrix.domains, run.seed))
         if usual is not None:
-            gains = (f"{run.matrix.average(m) - usual.matrix.average(m):+.1f}" for m in METRICS)
+            gains = (_signed(run.matrix.average(m) - usual.matrix.average(m)) for m in METRICS)
             change = ", ".join(f"`{name}={value}`" for name, value in run.changed.items())
             lines.append(f"| {change} | {'>'.join(run.matrix.domains)}, {run.seed} | {' | '.join(gains)} |")
     return "\n".join(lines) if len(lines) > 2 else "Not run yet."
@@ -81,4 +81,9 @@ def _lead(runs: Runs, base: Runs, metric: Metric) -> str:
     """The mean difference with its 95 % interval, which takes two values."""
     ours, theirs = ({key: run.matrix.average(metric) for key, run in some.items()} for some in (runs, base))
     found = paired(ours, theirs)
-    return f"{found.mean:+.1f}" + (f" ± {found.half_width:.1f}" if not found.is_single else "")
+    return _signed(found.mean) + (f" ± {found.half_width:.1f}" if not found.is_single else "")
+
+
+def _signed(difference: float) -> str:
+    """A difference with its sign, and a real minus."""
+    return f"{round(difference, 1) + 0.0:+.1f}".replace("-", "−")

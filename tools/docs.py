@@ -19,6 +19,7 @@ from textwrap import wrap
 from typing import Any
 
 from ablations import ablation_tables, sensitivity_tables
+from beyond import lead_table, order_table, trial_table
 from choice import FIGURE, best_methods, draw
 from published import SPELLING, printed
 from ratp.config import as_dict, switches
@@ -367,6 +368,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "guard margins": guard_margins,
     "guard recognition": guard_recognition,
     "guard trained": guard_trained,
+    "beyond digits": partial(order_table, DIGITS),
+    "beyond lead": partial(lead_table, DIGITS),
+    "beyond trials": partial(trial_table, DIGITS),
     "alarm tables": alarm_tables,
     "best methods": best_methods,
 }

@@ -34,7 +34,7 @@ These further ingredients are off until measurements speak for them:
   labels; predictions are calibrated on four copies of each exemplar.
 * ``consistency.kind=js``: the Jensen-Shannon divergence of three views, the image and two copies, as in AugMix
   (ICLR 2020), which weighs it by 12. Both copies count in every loss, and all views learn from it.
-* ``augmentation``: copies by Pro-RandConv (:mod:`ratp.functional.prorandconv`), or by either with equal chance.
+* ``augmentation``: copies by Pro-RandConv (:mod:`ratp.functional.prorandconv`), or half of a batch by each.
 * ``average_old``: after a target's stage, the network becomes the average of the new and the old one, as a whole:
   (1 − a)·θ + a·θ′, BatchNorm's running statistics included.
 * ``statistics=reestimated``: these statistics are computed anew after a target's stage, over batches half of which are
@@ -103,7 +103,7 @@ class ARCConfig:
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     randmix: RandMixConfig = switch(RandMixConfig(weights_per="sample"), "augmentation")
     augmentation: Literal["randmix", "prorandconv", "both"] = switch(
-        "randmix", "how copies are made: RandMix, Pro-RandConv, or each with equal chance"
+        "randmix", "how copies are made: by RandMix, by Pro-RandConv, or half of a batch by each"
     )
     replay: float = switch(
         0.25, "exemplars added to every batch of a target, as a share of the batch", minimum=0, maximum=4
@@ -154,12 +154,14 @@ class ARC(OldModelMethod):
         kind = self.config.augmentation
         if kind == "prorandconv":
             return self._prorandconv(images, generator, rows)
-        mixed = self.randmix(images, generator, rows)
         if kind == "randmix":
-            return mixed
-        first = torch.rand(len(images), generator=generator, device=generator.device) < 0.5
-        first = first if rows is None else first[rows]
-        return torch.where(first[:, None, None, None], mixed, self._prorandconv(images, generator, rows))
+            return self.randmix(images, generator, rows)
+        order = torch.rand(len(images), generator=generator, device=generator.device).argsort()
+        copies = images.clone()
+        for copier, places in zip((self.randmix, self._prorandconv), order.tensor_split(2), strict=True):
+            chosen = None if rows is None else rows[places]
+            copies[places if chosen is None else places[chosen]] = copier(images[places], generator, chosen)
+        return copies if rows is None else copies[rows]
 
     def show(self, images: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Returns three copies of the images."""
