@@ -59,7 +59,6 @@ def measure(method: str, rounds: int) -> dict[str, float]:
             step = partial(alone.observe, images)
             usual = timed({"step": step, "observe": partial(model.observe, images)}, rounds)
             odd = timed({"step": step, "observe": partial(model.observe, 255 - images)}, RECOGNISED_EVERY)
-            level = model.level
             model.observe(images)
             start = time.process_time()
             model.save()
@@ -68,9 +67,7 @@ def measure(method: str, rounds: int) -> dict[str, float]:
     steps = median(row["step"] for row in usual)
     return {
         "observe / step": ratio(usual, "observe", "step"),
-        f"observe while {level} / step": round(
-            mean(row["observe"] for row in odd) / mean(row["step"] for row in odd), 3
-        ),
+        "observe in negative / step": round(mean(row["observe"] for row in odd) / mean(row["step"] for row in odd), 3),
         "saving, in steps": round(saving / steps, 2),
         "observe and saving / step": round(ratio(usual, "observe", "step") + saving / steps / every, 3),
     }
