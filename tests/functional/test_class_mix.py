@@ -14,6 +14,7 @@ from ratp.functional.class_mix import (
     confusion_proportions,
     em_proportions,
     estimate_proportions,
+    shrinkage,
 )
 
 KINDS = ["em", "confusion"]
@@ -193,6 +194,28 @@ class TestLabelShift:
         torch.testing.assert_close(half, (sharp + 0.25) / 2)
         assert flat.tolist() == pytest.approx([0.25] * 4)
         assert sharp.sum().item() == pytest.approx(1)
+
+    def test_by_default_it_moves_the_farther_the_less_sure_the_predictions_are(self):
+        truth = torch.tensor([0.6, 0.2, 0.1, 0.1])
+        shares = [shrinkage(truth, sure * torch.eye(4) + (1 - sure) / 4) for sure in (1.0, 0.9, 0.7, 0.0)]
+        assert shares == sorted(shares)
+        assert (shares[0], shares[-1]) == (0, 1)
+        assert shares[1] == pytest.approx((1.3 * 0.1 * 3 / 4 / 0.35) ** 2, rel=1e-4)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_that_is_what_the_estimate_does(self, kind):
+        logits, _ = images(0, 2000, SHIFTS[1])
+        known, labels = images(1, 400, SHIFTS[0])
+        sharp, found = (estimate_proportions(kind, logits, known, labels, amount) for amount in (0.0, None))
+        share = shrinkage(sharp, calibrate(known, labels)(logits))
+        torch.testing.assert_close(found, (1 - share) * sharp + share / 4)
+
+    def test_equal_proportions_stay_equal(self):
+        assert shrinkage(torch.full((4,), 0.25), torch.eye(4)).isfinite()
+        logits, _ = images(0, 400, [0.25] * 4)
+        known, labels = images(1, 400, [0.25] * 4)
+        found = estimate_proportions("em", logits, known, labels, smoothing=None)
+        torch.testing.assert_close(found, torch.full((4,), 0.25).double())
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize(("count", "known", "classes"), [(1, 1, 3), (2, 3, 2), (5, 4, 1), (3, 2, 10)])

@@ -7,7 +7,8 @@ predictions, calibrated on labelled images, tell how frequent each class is amon
 * ``confusion``: those that explain the predicted classes, given how often the classifier takes each class for which
   other, Lipton et al. (ICML 2018), called BBSE there.
 
-With few labelled images or other-looking ones, both err; ``smoothing`` moves them towards equal proportions. Both use
+With few labelled images or other-looking ones, both err; ``smoothing`` moves them towards equal proportions, by default
+as James and Stein shrink an estimate: the farther, the smaller its distance from them is beside its error. Both use
 predictions of the form softmax(β·z + b) for logits z, with the inverse temperature β and a bias b per class:
 Alexandari et al. (ICML 2020) found EM most exact with these. All numbers are computed in double precision.
 """
@@ -27,6 +28,8 @@ RIDGE = 1e-2
 NEWTON_STEPS, HALVINGS = 50, 30
 EM_ROUNDS = 1000
 CLOSE = 1e-9
+# How much more often predictions err on images of another kind than they say, on digits.
+OVERCONFIDENCE = 1.3
 
 
 class Calibration(NamedTuple):
@@ -134,7 +137,7 @@ def confusion_proportions(probabilities: Tensor, known: Tensor, labels: Tensor) 
 
 
 def estimate_proportions(
-    kind: Literal["em", "confusion"], logits: Tensor, known: Tensor, labels: Tensor, smoothing: float
+    kind: Literal["em", "confusion"], logits: Tensor, known: Tensor, labels: Tensor, smoothing: float | None
 ) -> Tensor:
     """Estimates class proportions, shape (k,), float64, from logits of images without labels and of others with them.
 
@@ -143,15 +146,30 @@ def estimate_proportions(
         logits: Of the images whose proportions are wanted, shape (n, k).
         known: Of the images with labels, shape (m, k); m > 0.
         labels: Their labels, shape (m,).
-        smoothing: How far the estimate moves towards equal proportions: 0 not at all, 1 all the way.
+        smoothing: How far the estimate moves towards equal proportions: 0 not at all, 1 all the way; None: as far as
+            :func:`shrinkage` says.
     """
     classes = logits.shape[1]
     calibration = calibrate(known, labels)
+    probabilities = calibration(logits)
     if kind == "em":
-        found = em_proportions(calibration(logits), labels.bincount(minlength=classes) / len(labels))
+        found = em_proportions(probabilities, labels.bincount(minlength=classes) / len(labels))
     else:
-        found = confusion_proportions(calibration(logits), calibration(known), labels)
-    return (1 - smoothing) * found + smoothing / classes
+        found = confusion_proportions(probabilities, calibration(known), labels)
+    share = shrinkage(found, probabilities) if smoothing is None else smoothing
+    return (1 - share) * found + share / classes
+
+
+def shrinkage(found: Tensor, probabilities: Tensor) -> Tensor:
+    """Returns how far estimated proportions (k,) should move towards equal ones, between 0 and 1.
+
+    With d the distance to them in total variation and e the expected error, it is min(1, (e/d)²). Estimates on digits
+    were off by about the share of images on which the predictions (n, k) err, so e is what they say of that,
+    1 − mean max p, times :data:`OVERCONFIDENCE`.
+    """
+    distance = (found - 1 / len(found)).abs().sum() / 2
+    error = OVERCONFIDENCE * (1 - probabilities.amax(dim=1).mean())
+    return (error / distance.clamp_min(CLOSE)).square().clamp_max(1)
 
 
 def allocate(total: int, shares: Tensor) -> list[int]:

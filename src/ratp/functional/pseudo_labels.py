@@ -184,7 +184,7 @@ def _whole_tiles(rows: int) -> int:
 # Samples compared with the centroids at a time.
 ROWS = 2**16
 CLASS_MIX = "class sizes of a target: equal, or estimated from predictions by EM or by the confusion matrix"
-MIX_SMOOTHING = "how far the estimated sizes move towards equal ones; 1: all the way"
+MIX_SMOOTHING = "how far the estimated sizes move towards equal ones, 1: all the way; none: the less sure, the farther"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class T2PLConfig:
         "predicted", "classes that can be assigned: those the model predicts now (published code) or all", doc_ref=24
     )
     class_mix: Estimate = switch("uniform", CLASS_MIX, hash_default=False)
-    mix_smoothing: float = switch(0.2, MIX_SMOOTHING, minimum=0, maximum=1, hash_default=False)
+    mix_smoothing: float | None = switch(None, MIX_SMOOTHING, minimum=0, maximum=1, hash_default=False)
 
 
 @dataclass(frozen=True)

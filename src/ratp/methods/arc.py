@@ -42,8 +42,8 @@ These further ingredients are off until measurements speak for them:
 * ``trust``: images and copies whose pseudo-label has a lower probability now are left out of the cross-entropy on
   targets, as by SelPL of NLNL (ICCV 2019), which averages the probability over epochs and drops those below ½.
 
-All weights and numbers named here, and ``mix_smoothing``, are guesses, but for ``replay`` and ``consistency.weight``:
-these were chosen on the fourth and the tenth order of Digits.
+All weights and numbers named here are guesses, but for ``replay`` and ``consistency.weight``: these were chosen on the
+fourth and the tenth order of Digits.
 
 With ``replay=0``, ``consistency.weight=0`` and ``randmix.weights_per=batch``, ARC trains as RaTP does, bit for bit.
 """
@@ -114,7 +114,7 @@ class ARCConfig:
     r_top: int = switch(2, "T2PL: each class keeps N/(r_top·K) top samples", minimum=1)
     r_knn: int = switch(20, "T2PL: N/(r_knn·K) neighbours vote", minimum=1)
     class_mix: Estimate = switch("uniform", f"{CLASS_MIX}; for T2PL and exemplars")
-    mix_smoothing: float = switch(0.2, MIX_SMOOTHING, minimum=0, maximum=1)
+    mix_smoothing: float | None = switch(None, MIX_SMOOTHING, minimum=0, maximum=1)
     pca: PCAConfig = switch(PCAConfig(), "alignment")
     trust: float = switch(
         0.0, "least probability of a pseudo-label that counts in the cross-entropy; 0: all do", minimum=0, below=1

@@ -24,11 +24,11 @@ class ClassMix:
         method: The method; its exemplars are those of earlier domains.
         randmix: What makes the copies.
         kind: How to estimate.
-        smoothing: How far the estimate moves towards equal proportions.
+        smoothing: How far the estimate moves towards equal proportions; None: the less sure, the farther.
     """
 
     def __init__(
-        self, method: NetworkMethod, randmix: RandMix, kind: Literal["em", "confusion"], smoothing: float
+        self, method: NetworkMethod, randmix: RandMix, kind: Literal["em", "confusion"], smoothing: float | None
     ) -> None:
         self._method, self._randmix, self._kind, self._smoothing = method, randmix, kind, smoothing
         self.generator = method.setting.generator("class mix", method.stage)
