@@ -5,7 +5,7 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python
 READY := .venv/.ready
 DEV := .venv/.dev
 
-.PHONY: help install demo test test-all test-lowest lint bench results docs site clean
+.PHONY: help install demo test test-all test-lowest lint bench bench-gpu results docs site clean
 
 help:
 	@echo "make demo     RaTP and source-only on the embedded stream, with a report (2 to 3 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-lowest  a few tests and the demo with the lowest versions in pyproject.toml (downloads up to 4 GB)"
 	@echo "make lint     ruff (lint and format) and mypy (strict)"
 	@echo "make bench    time and memory of the demo, start times; the plain reference against the fast path; HTTP"
+	@echo "make bench-gpu  speed of steps and whole commands on a GPU, against the figures that were kept last"
 	@echo "make results  all methods on the demo with three seeds (hours), kept in results/, tables and figures from it,"
 	@echo "              and the table of faults, whose tests it runs"
 	@echo "make docs     the generated parts of README and docs, and REPRODUCIBILITY.md; then the site"
@@ -73,6 +74,10 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/demo.py
 	$(BIN)/python benchmarks/reference_vs_fast.py
 	$(BIN)/python benchmarks/serve.py
+
+# The headline figures of a GPU, against those that were kept last.
+bench-gpu: $(DEV)
+	$(BIN)/python benchmarks/headline.py
 
 results: $(READY)
 	$(BIN)/ratp run demo -m all --seed 2022 --seed 2023 --seed 2024 --no-reuse-source --out runs/methods

@@ -21,11 +21,12 @@ DARK = KNOWN // 2  # the guard accepts
 STAGE = {"epochs": 1, "steps": 3}
 
 
-def make_deployment(folder: Path) -> Path:
-    """Trains a tiny model and deploys it; a stage in the background needs 64 images."""
+def make_deployment(folder: Path, method: str = "shot", adapt: str = "ask", *, bare: bool = False) -> Path:
+    """Trains a tiny model and deploys it, perhaps without source images; a stage in the background needs 64 images."""
     changes = {"epochs": 4, "steps": 10, "lr": 0.05, "network.width": 0.1}
-    Run(toy_plan("shot", [SOURCE, TARGET], changes=changes), folder / "run", reuse_source=False).execute()
-    Deployment.create(folder / "run", folder / "deployed", SOURCE, settings=Settings("ask", 64, STAGE)).close()
+    Run(toy_plan(method, [SOURCE, TARGET], changes=changes), folder / "run", reuse_source=False).execute()
+    settings = Settings(adapt, 64, STAGE, save_every=1)
+    Deployment.create(folder / "run", folder / "deployed", None if bare else SOURCE, settings=settings).close()
     return folder / "deployed"
 
 

@@ -327,6 +327,21 @@ def alarm_tables() -> str:
     return "\n".join([*lines, "", *wrap(text, 120)])
 
 
+def online_costs() -> str:
+    """What adapting online in a deployment costs, beside the method's own step."""
+    measured = json.loads((ROOT / "benchmarks" / "online.json").read_text())
+    lines = [
+        f"| `observe` of 64 images, in steps of the method | known images | in negative | with a version every "
+        f"{measured['save_every']} windows |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, row in measured["methods"].items():
+        usual, odd, _, whole = row.values()
+        lines.append(f"| {name} | {usual:.2f} | {odd:.2f} | {whole:.2f} |")
+    text = "CPU seconds, with ResNet-18 at 64×64 pixels (`benchmarks/online.py`); images in negative raise the alarm."
+    return "\n".join([*lines, "", *wrap(text, 120)])
+
+
 def _alarm_source(row: dict[str, Any]) -> str:
     windows, few = row["source_windows"], row["unbalanced"]
     raised = windows.get("drifted", 0) + windows.get("foreign", 0)
@@ -373,6 +388,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "beyond trials": partial(trial_table, DIGITS),
     "alarm tables": alarm_tables,
     "best methods": best_methods,
+    "online costs": online_costs,
 }
 
 

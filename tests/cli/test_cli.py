@@ -156,6 +156,7 @@ class TestDemo:
         assert sorted(os.listdir("out")) == ["ratp-1", "report", "source-only-1"]
         assert "Comparison" in result.out
         assert "out/report/index.html" in result.err
+        assert re.search(r"In short.*\n  source-only +\d+ % before.*\n  ratp +\d+ % before", result.err)
         assert is_plain_text(result.out + result.err)
         again = ratp("demo", "--out", "out", "--seed", "1", "--device", "cpu", "--json")
         assert [r["config"]["method"] for r in json.loads(again.out)["runs"]] == ["source-only", "ratp"]

@@ -133,6 +133,11 @@ class TestData:
         assert not found["ok"]
         assert "ratp data get digits" in found["advice"]
 
+    def test_a_missing_folder_counts_as_a_problem_only_if_it_was_named(self, here, monkeypatch):
+        assert "All is well" in ratp("doctor").err
+        monkeypatch.setenv("RATP_DATA", str(here / "nowhere"))
+        assert "1 of" in ratp("doctor").err
+
     def test_missing_domain_is_named_with_command(self, here, monkeypatch):
         monkeypatch.setenv("RATP_DATA", str(here / "mine"))
         for domain in ("photo", "sketch"):

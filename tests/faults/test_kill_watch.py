@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from helpers import journal_of, same_tensors
 from own_images import encode
 from ratp._core.files import read_tensors
 from ratp.deploy.deployment import Deployment
+from ratp.training.method import unpack
 from tiny_deployment import DARK, KNOWN, NEGATIVE, copy_of, make_deployment, put
 
 KILLED = -signal.SIGKILL
@@ -129,6 +131,15 @@ def test_signal_ends_it_cleanly(warm, deployed, inbox, number, tmp_path):
     assert "The same command continues" in ended.err and "Traceback" not in ended.err
 
 
+def port_of(process):
+    """Waits until a server says where it listens."""
+    place, said = Path(process.place["err"]), ""
+    while "/predict" not in said:
+        time.sleep(0.02)
+        said = place.read_text() if place.exists() else ""
+    return int(said.partition("http://127.0.0.1:")[2].partition(";")[0])
+
+
 @pytest.mark.slow
 def test_killed_server_comes_back_as_an_accepted_version(warm, deployed, tmp_path):
     straight = copy_of(deployed, tmp_path / "straight")
@@ -141,12 +152,7 @@ def test_killed_server_comes_back_as_an_accepted_version(warm, deployed, tmp_pat
     for number in range(20):
         folder = copy_of(deployed, tmp_path / str(number))
         process = warm.start("serve", folder, "--port", 0, "--device", "cpu", env={"RATP_TOKEN": "secret"})
-        place, said = Path(process.place["err"]), ""
-        while "/predict" not in said:
-            time.sleep(0.02)
-            said = place.read_text() if place.exists() else ""
-        port = int(said.partition("http://127.0.0.1:")[2].partition(";")[0])
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        client = http.client.HTTPConnection("127.0.0.1", port_of(process), timeout=20)
         files = [encode(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in DARK[:128]]
         for file in files:
             client.request("POST", "/observe", file, {"Content-Type": "image/png"})
@@ -161,3 +167,88 @@ def test_killed_server_comes_back_as_an_accepted_version(warm, deployed, tmp_pat
             seen.add(model.version)
             assert torch.equal(model.predict(KNOWN[:32]), expected[model.version])
     assert seen == {1, 2}
+
+
+def assert_whole(model):
+    """The version that answers is the one on disk, bit for bit, and no image is answered twice."""
+    with Deployment(model, device="cpu") as opened:
+        opened.settings = replace(opened.settings, adapt="never")  # so that closing saves nothing
+        number, found = opened.version, opened._model.method.state()
+    stored = unpack(read_tensors(model / "versions" / f"{number}.safetensors")[0])["state"]
+    assert same_tensors(stored, found)
+    files = [row[0] for row in answers(model)] if (model / "predictions.jsonl").exists() else []
+    assert len(files) == len(set(files))
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory):
+    return make_deployment(tmp_path_factory.mktemp("adapting"), "tent", "online")
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_while_adapting_online(warm, adapting, inbox, kills, tmp_path):
+    model, chance = copy_of(adapting, tmp_path / "model"), random.Random(kills)
+    words = ["watch", inbox, "-d", model, "--once", "--device", "cpu", "--latency", "0"]
+    for _ in range(kills):
+        ended = warm.run(*words, within=model, at=chance.randint(3, 25))
+        assert ended.code in (KILLED, 0), ended
+        if ended.code == KILLED and (model / "predictions.jsonl").exists():
+            part = (model / "predictions.jsonl").read_bytes()
+            (model / "predictions.jsonl").write_bytes(part[: part.rfind(b"\n") + 1])  # as the next watch cuts it
+        assert_whole(model)
+    ended = warm.run(*words)
+    assert ended.code == 0, ended
+    assert_whole(model)
+    assert len(answers(model)) == 292
+
+
+@pytest.mark.slow
+def test_killed_at_each_point_of_adapting_online(warm, adapting, inbox, tmp_path):
+    words = ["watch", inbox, "--once", "--device", "cpu", "--latency", "0", "-d"]
+    whole = copy_of(adapting, tmp_path / "straight")
+    assert warm.run(*words, whole, within=whole, tally=tmp_path / "points").code == 0
+    for at in range(2, (tmp_path / "points").stat().st_size, 3):
+        model = copy_of(adapting, tmp_path / str(at))
+        warm.run(*words, model, within=model, at=at)
+        ended = warm.run(*words, model)
+        assert ended.code == 0, ended
+        assert_whole(model)
+        assert len(answers(model)) == 292
+
+
+@pytest.mark.slow
+def test_killed_before_it_knows_what_is_usual(warm, inbox, tmp_path):
+    deployed = make_deployment(tmp_path, bare=True)
+    words = ["watch", inbox, "--once", "--device", "cpu", "--latency", "0", "--adapt", "never", "-d"]
+    whole = copy_of(deployed, tmp_path / "straight")
+    assert warm.run(*words, whole, within=whole, tally=tmp_path / "points").code == 0
+    expected = read_tensors(whole / "versions" / "2.safetensors")[0]
+    for at in range(2, (tmp_path / "points").stat().st_size, 2):
+        model = copy_of(deployed, tmp_path / str(at))
+        warm.run(*words, model, within=model, at=at)
+        ended = warm.run(*words, model)
+        assert ended.code == 0, ended
+        assert_whole(model)
+        assert [name for name, *_ in answers(model)] == [name for name, *_ in answers(whole)]
+        assert same_tensors(read_tensors(model / "versions" / "2.safetensors")[0], expected)
+
+
+@pytest.mark.slow
+def test_killed_server_that_adapts_online_comes_back_as_a_saved_version(warm, adapting, tmp_path):
+    chance, seen = random.Random(7), set()
+    files = [encode(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in DARK[:200]]
+    for number in range(20):
+        folder = copy_of(adapting, tmp_path / str(number))
+        process = warm.start("serve", folder, "--port", 0, "--device", "cpu")
+        client, sent = http.client.HTTPConnection("127.0.0.1", port_of(process), timeout=20), chance.randint(60, 200)
+        for file in files[:sent]:
+            client.request("POST", "/observe", file, {"Content-Type": "image/png"})
+            assert client.getresponse().read()
+        client.close()
+        process.kill(signal.SIGKILL)
+        assert process.wait().code == KILLED
+        assert_whole(folder)
+        with Deployment(folder, device="cpu") as model:
+            assert model.version == 1 + sent // 64
+            seen.add(model.version)
+    assert len(seen) > 1

@@ -266,3 +266,15 @@ class TestCache:
         for index in (slice(0, 2), torch.tensor([1]), slice(None)):
             with pytest.raises(RatpError, match="was cut off while it was in use"):
                 images[index]
+
+
+def test_gpu_memory_that_runs_out_is_one_message(pictures, tmp_path, monkeypatch):
+    def events(run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB.")
+
+    monkeypatch.setattr(Run, "events", events)
+    sizes = ["--set", "size=32", "--set", "network.backbone=dtn", "--method", "source-only", "--device", "cpu"]
+    result = ratp("run", pictures, "--order", "ink>mud>fog", *sizes, "--out", tmp_path / "out", "-q")
+    assert result.code == 1
+    assert "the memory of the GPU ran out (CUDA out of memory)" in result.err and "--images streamed" in result.err
+    assert "Traceback" not in result.err

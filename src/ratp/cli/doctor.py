@@ -199,7 +199,7 @@ def data(*, thorough: bool) -> Iterator[Finding]:
     named = f"${VARIABLE}" if folder != Path("data") else f"${VARIABLE} is not set"
     if not folder.is_dir():
         given = VARIABLE in os.environ
-        found = f"{folder} ({named}) is not a folder; the demo and your own images need none"
+        found = f"{folder} ({named}) is not a folder" if given else "no images of benchmarks; nothing else needs them"
         advice = f"ratp data get digits, or set {VARIABLE}"
         yield Finding("data", found, ok=False, advice=advice, absent=not given)
         return

@@ -158,7 +158,8 @@ class ARC(OldModelMethod):
             return self.randmix(images, generator, rows)
         order = torch.rand(len(images), generator=generator, device=generator.device).argsort()
         copies = images.clone()
-        for copier, places in zip((self.randmix, self._prorandconv), order.tensor_split(2), strict=True):
+        copiers: tuple[RandMix | ProRandConv, ...] = (self.randmix, self._prorandconv)
+        for copier, places in zip(copiers, order.tensor_split(2), strict=True):
             chosen = None if rows is None else rows[places]
             copies[places if chosen is None else places[chosen]] = copier(images[places], generator, chosen)
         return copies if rows is None else copies[rows]
