@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ TOP = {
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
+_NAMED = re.compile(r"`docs/([\w/-]+\.md)`")
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", flags=re.M | re.S)
 
 
@@ -71,9 +73,21 @@ def with_site_links(text: str, path: Path, known: dict[Path, Path]) -> str:
             shutil.copy(file, SOURCE / known_as)
         else:
             known_as = known[file]
+        if label.strip("`").endswith(".md") and file in known:  # on the site, pages have titles in place of file names
+            label = title_of(file.read_text(encoding="utf-8"))
         return f"{mark}[{label}]({os.path.relpath(known_as, here)}{'#' + anchor if anchor else ''})"
 
     return outside_fences(text, lambda part: _LINK.sub(change, part))
+
+
+def with_titles(text: str, at: Path, written: dict[Path, str]) -> str:
+    """A page with names of other pages, such as `docs/how-to/python.md`, turned into links."""
+
+    def change(name: re.Match[str]) -> str:
+        page = Path(name[1])
+        return f"[{title_of(written[page])}]({os.path.relpath(page, at.parent)})" if page in written else name[0]
+
+    return _NAMED.sub(change, text)
 
 
 def notebook_page(path: Path, known: dict[Path, Path]) -> str:
@@ -142,6 +156,7 @@ def assemble() -> None:
             written[at] = with_site_links(path.read_text(encoding="utf-8"), path, known)
     add_menu(written)
     for at, text in written.items():
+        text = outside_fences(text, partial(with_titles, at=at, written=written))
         (SOURCE / at).parent.mkdir(parents=True, exist_ok=True)
         (SOURCE / at).write_text(text, encoding="utf-8")
 

@@ -22,8 +22,14 @@ ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs" / "images" / "choose-a-method.png"
 SHOWN = ("demo", "digits", "pacs")
 GENERALISATION = "domain generalisation"
+MARK = r"\*"  # of methods that need an option
 # Combinations of phrases, from having everything to having little.
-ASKED = ("", *(phrase for phrase in SITUATIONS if phrase != "target labels"), "own model, one pass")
+ASKED = (
+    "",
+    *(phrase for phrase in SITUATIONS if phrase != "target labels"),
+    "own model, one pass",
+    "one pass, no source images",
+)
 
 
 @cache
@@ -69,7 +75,7 @@ def _named(stream: str) -> str:
 
 def _best(found: Mapping[str, float], options: Mapping[str, Sequence[str]], count: int = 3) -> str:
     names = sorted(found.keys() & options.keys(), key=found.__getitem__, reverse=True)[:count]
-    return ", ".join(f"`{name}`{'*' * bool(options[name])} {found[name]:.1f}" for name in names) or "–"
+    return ", ".join(f"`{name}`{MARK * bool(options[name])}&nbsp;{found[name]:.1f}" for name in names) or "–"
 
 
 def draw() -> bytes:

@@ -165,7 +165,7 @@ def _method_page(method: type[Method]) -> str:
     lines += [
         "" if method.paper == "none" else f"*{method.paper}.*",
         "",
-        _linked(markdown(rest or first)),
+        markdown(rest or first),
         "",
         "## Settings",
         "",
@@ -186,11 +186,6 @@ def _method_page(method: type[Method]) -> str:
     return "\n".join(lines)
 
 
-def _linked(text: str) -> str:
-    """A text whose names of pages are links to them."""
-    return re.sub(r"`docs/([\w/-]+\.md)`", r"[\1](../../\1)", text)
-
-
 def _setting(item: Any, value: str, others: Iterable[str] = (), row: str = "") -> list[str]:
     more = f" *{'; '.join(others)}.*" if others else ""
     kind = f" ({item.kind})" if item.kind.startswith("one of") else ""
@@ -199,7 +194,12 @@ def _setting(item: Any, value: str, others: Iterable[str] = (), row: str = "") -
 
 def _streams() -> str:
     specs = {name: find_stream(name) for name in STREAMS}
-    lines = ["# Streams", "", "A stream is a labelled domain, the source, and unlabelled ones, the targets.", ""]
+    lines = [
+        "# Streams and common settings",
+        "",
+        "A stream is a labelled domain, the source, and unlabelled ones, the targets.",
+        "",
+    ]
     for name, spec in specs.items():
         lines += [f"## {name}", "", f"{spec.title}.", "", "| domain | what it is |", "|---|---|"]
         lines += [f"| `{code}` | {about} |" for code, about in spec.domains.items()]

@@ -112,11 +112,11 @@ def test_tests_are_what_is_measured():
 def test_a_rollback_warns():
     blank = {"blank": torch.zeros(40, 3, 32, 32)}
     with pytest.warns(ratp.RollbackWarning, match=r"the training on 'blank' was undone: .*guard='off'") as caught:
-        result = fit(targets=blank)
+        result = fit(targets=blank, method="shot")
     assert caught[0].filename == __file__
     assert result.stages[1].rolled_back and result.stages[1].reasons
     assert "blank was rolled back: its images are noise or blank" in str(result)
-    assert not fit(targets=blank, guard="off").stages[1].rolled_back
+    assert not fit(targets=blank, method="shot", guard="off").stages[1].rolled_back
 
 
 def test_class_names():

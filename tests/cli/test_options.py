@@ -129,6 +129,9 @@ def test_switches():
     text = assert_ok(ratp("switches")).out
     assert "pca.scale" in text and "network.frozen" in text and "--backbone" in text
     assert_error(ratp("switches", "demo", "tend"), "Did you mean 'tent'")
+    one = assert_ok(ratp("switches", "demo", "tent", "rate")).out
+    assert "step.rate" in one and "hold_out" not in one
+    assert_error(ratp("switches", "demo", "tent", "hold_uot"), "unknown switch 'hold_uot'. Did you mean 'hold_out'")
 
 
 def test_completion(monkeypatch):

@@ -85,17 +85,20 @@ class TestOnnx:
 
 
 @pytest.mark.parametrize("to", ["onnx", "torch"])
-def test_the_printed_program_predicts_as_ratp_does(run, pictures, tmp_path, monkeypatch, to):
+def test_the_printed_program_predicts_as_ratp_does(run, pictures, tmp_path, monkeypatch, capsys, to):
     monkeypatch.chdir(tmp_path)
     result = ratp("export", run, "--to", to, "--images", pictures)
     assert_ok(result)
     image = sorted(pictures.rglob("*.png"))[0]
     found = {}
-    program = result.out[result.out.index("import numpy") :].replace("IMAGE.jpg", str(image))
+    program = result.out[result.out.index("import json, numpy") :].replace("IMAGE.jpg", str(image))
+    capsys.readouterr()
     exec(program, found)
+    printed = capsys.readouterr().out
     (asked,) = json.loads(ratp("predict", run, image, "--json").out)["predictions"]
     assert float(found["probabilities"].max()) == pytest.approx(asked["confidence"], abs=1e-4)
     assert load(run).classes[int(found["logits"].argmax())] == asked["class"]
+    assert printed.startswith(f"{asked['class']} ")
 
 
 def test_deployment_exports_the_version_that_answers(run, tmp_path):

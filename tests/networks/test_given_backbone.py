@@ -157,7 +157,7 @@ class TestFiles:
         Path("images").mkdir()
         Image.new("RGB", (32, 32)).save("images/black.png")
         refused = command("predict", "run", "images")
-        assert refused.code == 2 and "on the command line --backbone" in " ".join(refused.err.split())
+        assert refused.code == 2 and "--backbone net.py:tiny, in Python" in " ".join(refused.err.split())
         assert not Path("ran").exists()
         done = command("predict", "run", "images", "--backbone", file)
         assert done.code == 0 and "black.png" in done.out and Path("ran").exists()

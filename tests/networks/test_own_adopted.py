@@ -105,7 +105,7 @@ def test_the_command_line_from_a_checkpoint_to_predictions(place):
     words = ["run", "folders", "--model", "m.safetensors", "--source", "day", "--targets", "rain", *few]
     forget()
     refused = ratp(*words)
-    assert refused.code == 2 and "backbone='shop.py:Net', on the command line --backbone" in refused.err
+    assert refused.code == 2 and "--backbone shop.py:Net, in Python" in refused.err
     done = ratp(*words, *kind)
     assert done.code == 0, done
     forget()

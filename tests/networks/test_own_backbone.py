@@ -56,7 +56,9 @@ def test_it_trains_on_the_demo_and_its_run_can_be_loaded(tmp_path):
     assert logits.shape == (2, len(loaded.classes))
     assert logits.isfinite().all()
     del REGISTRY["tiny"]
-    with pytest.raises(ratp.RatpError, match=r"unknown backbone 'tiny'.*registered in this process first") as caught:
+    with pytest.raises(
+        ratp.RatpError, match=r"unknown backbone 'tiny'.*FILE.py:NAME.*registered in this process first"
+    ) as caught:
         ratp.load(tmp_path / "run")
     assert "\n" not in str(caught.value)
 

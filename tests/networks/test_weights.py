@@ -16,7 +16,7 @@ from ratp._core.files import write_tensors
 from ratp.errors import ConfigError, RatpError
 from ratp.networks.backbones import IMAGENET_MEAN, IMAGENET_STD, make_backbone
 from ratp.networks.network import Network, NetworkConfig
-from ratp.networks.weights import PartWarning, Weights, _published_by_timm, find_weights, load_backbone
+from ratp.networks.weights import DownloadWarning, PartWarning, Weights, _published_by_timm, find_weights, load_backbone
 
 
 def small(seed=0):
@@ -234,7 +234,8 @@ class TestPublished:
             folder.mkdir(parents=True)
             if data:
                 (folder / name).write_bytes(data)
-            published = {"IMAGENET1K_V1": SimpleNamespace(url=f"https://nowhere.invalid/models/{name}")}
+            url = f"https://nowhere.invalid/models/{name}"
+            published = {"IMAGENET1K_V1": SimpleNamespace(url=url, meta={"_file_size": 44.7})}
             monkeypatch.setattr(torchvision.models, "get_model_weights", lambda _: published)
             return name
 
@@ -256,7 +257,8 @@ class TestPublished:
 
     def test_offline_error_gives_alternatives(self, cached):
         name = cached(b"", "resnet18-12345678.pth")
-        with pytest.raises(RatpError) as caught:
+        said = pytest.warns(DownloadWarning, match=rf"downloading {name} \(45 MB\)")
+        with said, pytest.raises(RatpError) as caught:
             find_weights("imagenet", "resnet18")
         for words in (f"could not download {name}", "--weights FILE", "--weights none"):
             assert words in str(caught.value)

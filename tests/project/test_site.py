@@ -78,6 +78,13 @@ def test_every_setting_is_in_the_reference(site):
 
 def test_links_of_the_repository_become_links_of_the_site(site):
     assert "](../project/security.md)" in site["how-to/python.md"]
+    assert "[Reliability](../explanation/reliability.md)" in site["project/changelog.md"]
+    assert "[Reproducibility](../project/reproducibility.md)" in site["how-to/reproduce.md"]
+    assert (
+        "[RaTP: the paper and its published code](../../explanation/paper-and-code.md)"
+        in site["reference/methods/ratp.md"]
+    )
+    assert not re.findall(r"\[`?[\w/-]+\.md`?\]\(", "".join(site.values())), "pages have titles, not file names"
     assert "](../files/examples/own_parts.py)" in site["how-to/python.md"]
     assert "](explanation/ratp.md)" in site["index.md"]
     assert reference_pages.markdown("see :func:`ratp.load` and ``x``") == "see `ratp.load` and `x`"

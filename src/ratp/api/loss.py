@@ -103,7 +103,10 @@ class _LossMethod(NetworkMethod):
     def check_recipe(cls, recipe: Recipe) -> None:
         """Refuses a recipe without memory if the loss takes some."""
         if "memory" in cls.takes and not recipe.memory:
-            raise ConfigError(f"{cls.name} takes images from the memory, which is empty with memory=0.")
+            raise ConfigError(
+                f"{cls.name} takes images from the memory, which is empty with memory=0. "
+                "Set memory to some images, or leave the parameter `memory` out of the loss."
+            )
 
     def source_phases(self, domain: LabelledDomain) -> list[Phase]:
         """Returns one phase of cross-entropy."""

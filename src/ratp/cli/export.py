@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ratp.deploy.export import Exported
 
 _IMAGE = """\
-import numpy as np, {library}
+import json, numpy as np, {library}
 from PIL import Image
 image = Image.open("IMAGE.jpg").convert("RGB").resize(({width}, {height}), Image.Resampling.BILINEAR)
 batch = np.asarray(image).transpose(2, 0, 1)[None]  # uint8, shape (1, 3, {height}, {width})
@@ -38,10 +38,15 @@ _USE = {
     "onnx": """\
 session = onnxruntime.InferenceSession({file!r})
 probabilities, logits = session.run(None, {{"images": batch}})
+classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+print(classes[int(probabilities.argmax())], float(probabilities.max()))
 """,
     "torch": """\
-model = torch.export.load({file!r}).module()
+about = {{"ratp.json": ""}}
+model = torch.export.load({file!r}, extra_files=about).module()
 probabilities, logits = model(torch.tensor(batch))
+classes = json.loads(json.loads(about["ratp.json"])["classes"])
+print(classes[int(probabilities.argmax())], float(probabilities.max()))
 """,
 }
 _LIBRARIES = {"onnx": "onnxruntime", "torch": "torch"}

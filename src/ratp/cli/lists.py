@@ -127,12 +127,12 @@ def _explained(method: type[Method]) -> str:
     return rest if re.match(r'.* — .*"', first) else f"{first}\n\n{rest}".rstrip()
 
 
-def print_switches(config: Any, default: Any) -> None:
-    """Prints all switches of a configuration, highlighting values that are not the default."""
+def print_switches(config: Any, default: Any, word: str = "") -> None:
+    """Prints the switches of a configuration with a word in their names, highlighting what is not the default."""
     usual = as_dict(default)
     table = Table("switch", "value", "what it does", box=None, header_style="bold", pad_edge=False)
     table.columns[0].no_wrap = True  # --set needs the whole name
-    for item in switches(config):
+    for item in (item for item in switches(config) if word in item.name):
         text = ",".join(map(_shortly, item.value)) if isinstance(item.value, tuple) else _shortly(item.value)
         mark = "yellow" if as_dict(config)[item.name] != usual[item.name] else "green"
         row = f" [dim]#{item.doc_ref}[/]" if item.doc_ref else ""

@@ -89,7 +89,8 @@ def print_choice(asked: str, *, json_: bool) -> None:
         table.add_row(escape(one.name), escape("; ".join(one.reasons)))
     console.print(table)
     stderr().print(
-        "\n[dim]Time and memory are relative to source-only. To compare methods: ratp run … -m NAME -m NAME[/]"
+        "\n[dim]Time and memory are relative to source-only. To compare methods: ratp run … -m NAME -m NAME.\n"
+        "docs/how-to/choose-a-method.md has accuracies.[/]"
     )
 
 

@@ -18,7 +18,12 @@ Steps = Annotated[str | None, typer.Option(metavar="N", help="Steps of an epoch.
 Batch = Annotated[str | None, typer.Option(metavar="N", help="Images in a batch.")]
 Size = Annotated[str | None, typer.Option(metavar="N", help="Side of the images, in pixels.")]
 Backbone = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Feature extractor: dtn, resnet18, resnet50, resnet101, timm:NAME.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Feature extractor: dtn, resnet18, resnet50, resnet101, timm:NAME, torchvision:NAME, or FILE.py:NAME of "
+        "your own.",
+    ),
 ]
 LearningRate = Annotated[str | None, typer.Option("--lr", metavar="X", help="Initial learning rate of a stage.")]
 Memory = Annotated[str | None, typer.Option(metavar="N", help="Images of all domains to keep for replay.")]

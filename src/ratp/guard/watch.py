@@ -258,7 +258,7 @@ def decide(found: Indicators, limits: Limits = LIMITS, known: str = "the source"
     if is_meaningful and _is_below(found.recognition, limits.recognition):
         reasons.append(
             "the previous model recognises nothing in its images: recognition "
-            f"{found.recognition:.2f} (source images: 1), limit {limits.recognition:g}"
+            f"{found.recognition:.2f} (1 on source images), limit {limits.recognition:g}"
         )
     variety_before = limits.variety_before * min(1.0, found.source_skill / limits.source_skill)
     # A model that recognises nothing as a whole may prefer one class throughout on images of any kind.

@@ -160,7 +160,8 @@ def check_backbone(name: str, width: float = 1.0, image_size: tuple[int, int] | 
     elif name not in REGISTRY:
         raise ConfigError(
             f"{unknown('backbone', name, REGISTRY)} Or timm:NAME or torchvision:NAME for any of their classifiers; "
-            "one of your own must be registered in this process first: ratp.register_backbone(NAME, BUILD)."
+            "one of your own is FILE.py:NAME, or must be registered in this process first: "
+            "ratp.register_backbone(NAME, BUILD)."
         )
     entry = REGISTRY.get(name)
     problems = []

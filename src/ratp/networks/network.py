@@ -25,7 +25,10 @@ _DROPOUT = 0.5  # of an embedding, in a bottleneck of one layer behind dtn
 class NetworkConfig:
     """Sizes of a network."""
 
-    backbone: str = switch("dtn", "feature extractor: dtn, resnet18, resnet50, resnet101 or timm:NAME")
+    backbone: str = switch(
+        "dtn",
+        "feature extractor: dtn, resnet18, resnet50, resnet101, timm:NAME, torchvision:NAME or FILE.py:NAME",
+    )
     width: float = switch(1.0, "factor on the channels of dtn", above=0, below=100)
     hidden: int = switch(256, "units of the bottleneck's hidden layer", minimum=1)
     dim: int = switch(128, "dimension of the embedding, and so of the prototypes", minimum=1)

@@ -104,7 +104,7 @@ def _describe_missing(recorded: str) -> str | None:
     if _MARK not in recorded or recorded in REGISTRY:
         return None
     if place.endswith(".py"):
-        how = f"Give its file, whose code then runs: backbone='{place}:{name}', on the command line --backbone"
+        how = f"Give its file, whose code then runs: --backbone {place}:{name}, in Python backbone='{place}:{name}'"
     elif place == "__main__" or "<" in name:
         how = (
             f"It was defined in {'a script or notebook' if place == '__main__' else 'a function'}: build it again in "

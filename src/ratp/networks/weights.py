@@ -31,6 +31,10 @@ class PartWarning(Note):
     """Only part of a weights file is used."""
 
 
+class DownloadWarning(Note):
+    """Weights are downloaded, which takes a while."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """Initial weights of a backbone."""
@@ -128,6 +132,9 @@ def _published_by_torchvision(backbone: str) -> Weights:
     published = torchvision.models.get_model_weights(backbone)["IMAGENET1K_V1"]
     name = published.url.rpartition("/")[2]
     path = Path(torch.hub.get_dir()) / "checkpoints" / name
+    if not path.is_file():
+        size = f"{published.meta['_file_size']:.0f} MB"
+        warnings.warn(f"downloading {name} ({size}) to {path.parent}, once", DownloadWarning, stacklevel=4)
     download([published.url], path, None, manual=OTHERWISE)
     return _read_published_once(path, _state_of(path))
 

@@ -133,7 +133,7 @@ class StageRunner:
             raise work.lost_at_the_end(f"{bad[0]} holds non-finite values")
         if session.is_own:
             check_kept(session.method, session.built, self._stream.source, self._plan.device, session.precision)
-        guard = self._judge(watch) if watch else None
+        guard = self._judge(watch, work) if watch else None
         row = self._row(work)
         if self._options.probe and name in row:
             yield self._probed(1.0, {name: row[name]})
@@ -264,12 +264,12 @@ class StageRunner:
         target = self._stream.targets[self._number - 1]
         return Watch(self._session.method, target, self._stream.source, Randomness(self._plan.seed))
 
-    def _judge(self, watch: Watch) -> dict[str, Any] | None:
-        """Returns the guard's verdict for the journal; undoes a stage that an acting guard rejects."""
+    def _judge(self, watch: Watch, work: Stage) -> dict[str, Any] | None:
+        """Returns the guard's verdict for the journal; an acting guard undoes what it rejects, if anything changed."""
         verdict = watch.judge(self._session.method)
         if verdict is None:
             return None
-        undone = self._plan.guard == ACT and bool(verdict.reasons)
+        undone = self._plan.guard == ACT and bool(verdict.reasons) and not self._is_unchanged(work)
         if undone:
             self._session.undo()
         return {"rolled_back": undone, **verdict.to_json()}

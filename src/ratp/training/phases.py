@@ -242,6 +242,15 @@ class NetworkPhase(Phase):
     At the end it puts exemplars into the memory, by the labels in ``batches.labels``. A target begins with zeros there;
     the subclass writes its pseudo-labels into them.
 
+    Attributes:
+        method: The method; its switches are in ``method.config``.
+        network: The network that trains.
+        memory: The method's exemplars.
+        batches: Draws batches: ``self.batches.draw(self.batch)``; ``batches.images`` are all images of the domain.
+        batch: Images in a batch.
+        optimiser: What trains.
+        is_target: Whether the domain is a target.
+
     Args:
         method: The method whose network is trained.
         images: All images of the domain.
