@@ -338,7 +338,10 @@ def online_costs() -> str:
     for name, row in measured["methods"].items():
         usual, odd, _, whole = row.values()
         lines.append(f"| {name} | {usual:.2f} | {odd:.2f} | {whole:.2f} |")
-    text = "CPU seconds, with ResNet-18 at 64×64 pixels (`benchmarks/online.py`); images in negative raise the alarm."
+    text = (
+        "CPU seconds, with ResNet-18 at 64×64 pixels (`benchmarks/online.py`); where images in negative raise the "
+        "alarm (T3A), recognition is checked, too."
+    )
     return "\n".join([*lines, "", *wrap(text, 120)])
 
 

@@ -14,6 +14,7 @@ from ratp._core.files import read_tensors
 from ratp.deploy import deployment as module
 from ratp.deploy import store
 from ratp.deploy.deployment import BASELINE
+from ratp.deploy.page import Counts, html_page
 from ratp.deploy.settings import Settings
 from ratp.errors import ConfigError, RatpError, RunDirectoryError
 from ratp.guard.watch import Predictions
@@ -221,9 +222,14 @@ class TestWithoutSource:
 
     def test_opened_again_it_knows_them(self, bare):
         feed(bare, held_back().images[:BASELINE])
+        assert "first 256 images" in html_page(bare, Counts(), "")
         bare.close()
         with ratp.Deployment(bare.folder, device="cpu") as again:
             assert again.is_calibrated and again.version == 2
             again.settings = Settings("online", save_every=1)
             again.observe(MUD[:64])
-            assert again.version == 3
+            again.observe(MUD[:64])
+            assert again.version == 4 and "0 images since version 4" in html_page(again, Counts(), "")
+            again.settings = Settings("online")
+            again.observe(MUD[64:128])
+            assert "64 images since version 4" in html_page(again, Counts(), "")

@@ -65,9 +65,8 @@ def serve(
 
         def ready(address: str) -> None:
             if not quiet:
-                say(
-                    f"version {model.version} answers at {address}; alarm {model.level}; --adapt {model.settings.adapt}"
-                )
+                level = model.level if model.is_calibrated else "off, until the first images show what is usual"
+                say(f"version {model.version} answers at {address}; alarm {level}; --adapt {model.settings.adapt}")
                 say(f'Try: curl --data-binary @IMAGE -H "Content-Type: image/*" {address}/predict')
 
         listen(model, host=host, port=port, limits=limits, token=token or None, ready=ready)

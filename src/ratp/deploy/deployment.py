@@ -193,6 +193,7 @@ class Deployment:
         with self._mutex:
             if settings.adapt == "online":
                 check_online(self._model.method)
+            self.save()
             changed = (settings.adapt == "online") != (self._settings.adapt == "online")
             self._settings = settings
             if changed:
@@ -232,6 +233,11 @@ class Deployment:
     def waiting(self) -> int:
         """Number of recent images that a stage would train on."""
         return self._observer.waiting
+
+    @property
+    def adapted(self) -> int:
+        """Number of images it has adapted to online since the version."""
+        return self._online.images if self._online else 0
 
     @property
     def ready(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import jinja2
 
-from ratp.deploy.deployment import Deployment
+from ratp.deploy.deployment import BASELINE, Deployment
 from ratp.deploy.drift import Level
 from ratp.deploy.store import read_journal
 from ratp.errors import printable
@@ -56,6 +56,7 @@ def html_page(model: Deployment, counts: Counts, problem: str) -> str:
     return _template().render(
         name=printable(model.folder.resolve().name),
         model=model,
+        baseline=BASELINE,
         counts=counts,
         problem=printable(problem),
         charts=[_chart(name, windows) for name in _INDICATORS] if windows else [],
