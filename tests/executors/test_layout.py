@@ -270,6 +270,7 @@ def same_results(runs, folder):
 class TestProcessesUnderMps:
     """With processes on the processor, and a stand-in for MPS."""
 
+    @pytest.mark.slow
     def test_results_equal_single_runs(self, control, as_on_a_gpu, plan_of, tmp_path):
         seen, layouts = set(), []
 

@@ -157,6 +157,7 @@ class TestMeasure:
 
 
 class TestInterruptions:
+    @pytest.mark.slow
     @pytest.mark.parametrize("save_every", [None, 120.0])
     def test_measured_once_wherever_it_stops(self, save_every, tmp_path):
         def run(folder, online=True):
