@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,6 +72,20 @@ def trial_table(spec: StreamSpec) -> str:
             change = ", ".join(f"`{name}={value}`" for name, value in run.changed.items())
             lines.append(f"| {change} | {'>'.join(run.matrix.domains)}, {run.seed} | {' | '.join(gains)} |")
     return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def shift_table() -> str:
+    """Accuracies on a stage's own images before and after it, by method, target and label shift."""
+    numbers = json.loads((ROOT / "benchmarks" / "label_shift.json").read_text())["numbers"]
+    kinds = list(next(iter(next(iter(numbers.values())).values())))
+    lines = [f"| method | target | {' | '.join(kinds)} |", f"|---|---|{'---:|' * len(kinds)}"]
+    for target in next(iter(numbers.values())):
+        for variant, found in numbers.items():
+            cells = (f"{before:.0f} → {after:.0f}" for before, after in found[target].values())
+            name, _, change = variant.partition(", ")
+            label = f"`{name}`, `{change}`" if change else f"`{name}`"
+            lines.append(f"| {label} | {target} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _mean(values: list[float]) -> str:

@@ -19,7 +19,7 @@ from textwrap import wrap
 from typing import Any
 
 from ablations import ablation_tables, sensitivity_tables
-from beyond import lead_table, order_table, trial_table
+from beyond import lead_table, order_table, shift_table, trial_table
 from choice import FIGURE, best_methods, draw
 from published import SPELLING, printed
 from ratp.config import as_dict, switches
@@ -389,6 +389,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "beyond digits": partial(order_table, DIGITS),
     "beyond lead": partial(lead_table, DIGITS),
     "beyond trials": partial(trial_table, DIGITS),
+    "label shift": shift_table,
     "alarm tables": alarm_tables,
     "best methods": best_methods,
     "online costs": online_costs,
