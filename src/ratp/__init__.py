@@ -15,6 +15,10 @@ __version__ = "0.1.0"
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Has the processor compute what torch cannot on an Apple GPU. Torch reads this variable, too, when it is loaded.
+if sys.platform == "darwin" and "torch" not in sys.modules:
+    os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
+
 
 def _check_platform() -> None:
     """Raises an ImportError where files cannot be locked, as on Windows."""

@@ -91,6 +91,14 @@ class TestMachine:
         assert not found["ok"]
         assert "--jobs 1" in found["advice"]
 
+    def test_apple_gpu_is_named(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2")
+        found = run_doctor()
+        assert found["mps"]["found"] == "Apple M2, GPU; runs use it only with --device mps"
+        assert "gpu" not in found
+
     def test_driver_without_matching_torch(self, monkeypatch, here):
         (here.parent / "version").write_text("NVRM version: NVIDIA UNIX Module  550.54.15  Tue\n")
         monkeypatch.setattr(doctor_machine, "_DRIVER", here.parent / "version")

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ratp.executors.local as local
 import ratp.executors.mps as mps_module
@@ -221,6 +222,14 @@ class TestChoice:
             "side by side: 8 threads of one process: no MPS: it is off"
         )
         assert choose(plans_with(10), H200, "mps").without_mps("it is off").way == "processes"
+
+    def test_apple_gpu_takes_one_run_at_a_time(self):
+        plans = [SimpleNamespace(device=torch.device("mps"))] * 3
+        for way, at_once in (("auto", None), ("auto", 4), ("off", None)):
+            assert local.find_layout(plans, (), at_once, way).count == 1
+        assert local.find_layout(plans[:1], (), None) is None
+        with pytest.raises(ConfigError, match="--side-by-side threads needs an NVIDIA GPU; an Apple GPU takes one run"):
+            local.find_layout(plans, (), None, "threads")
 
     def test_mistakes(self, tmp_path):
         with pytest.raises(ConfigError, match="Did you mean 'threads'"):

@@ -22,6 +22,7 @@ FILES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
+FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 # What each room may import, besides itself, `errors` and `config`: rooms, or single modules.
 TENSORS = {"_core", "data", "functional", "networks", "training"}
 RUN = {*TENSORS, "methods", "streams", "evaluation", "guard"}
@@ -284,6 +285,14 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(before, given, fou
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == f"{found}\n"
+
+
+@pytest.mark.parametrize(("platform", "found"), [("darwin", "1"), ("linux", "None")])
+def test_a_mac_computes_on_the_processor_what_its_gpu_cannot(platform, found):
+    script = f"import os, sys; sys.platform = {platform!r}; import ratp; print(os.environ.get('{FALLBACK}'))"
+    environment = {name: value for name, value in os.environ.items() if name != FALLBACK}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == found
 
 
 class TestPublic:

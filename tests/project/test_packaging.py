@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -14,9 +15,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import ratp
+from ratp._core import environment
+from ratp.cli import doctor
 from ratp.cli.doctor import requirements
+from ratp.data.decode.pixel_file import memory_file
 
 PACKAGE = Path(ratp.__file__).parent
 SOURCE = PACKAGE.parents[1]
@@ -75,6 +80,47 @@ def test_one_sentence_where_files_cannot_be_locked(program, last_line):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == last_line
     assert ("Traceback" in done.stderr) == last_line.startswith("ImportError")
+
+
+def test_calls_of_linux_alone_have_another_way():
+    """Whoever calls what macOS does not have asks first, in the same module; only these files read ``/proc``."""
+    asked = {"sched_getaffinity": "_core/environment.py", "memfd_create": "data/decode/pixel_file.py"}
+    absent = re.compile(
+        "copy_file_range|eventfd|fdatasync|pidfd_open|pipe2|posix_fadvise|posix_fallocate|prlimit|sched_setaffinity|splice|"
+        "unshare|epoll|O_(DIRECT|NOATIME|PATH|TMPFILE)|MAP_POPULATE|F_OFD_SETLK|SIG(RTMIN|PWR)|SOCK_CLOEXEC|SO_PEERCRED"
+    )
+    reading = set()
+    for path in PACKAGE.rglob("*.py"):
+        name, nodes = path.relative_to(PACKAGE).as_posix(), list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        assert not [call for call in used if absent.fullmatch(call)], name
+        for call in used & asked.keys():
+            assert name == asked[call]
+            assert f"hasattr(os, '{call}')" in {ast.unparse(node) for node in nodes}
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        reading |= {name} if any(text.startswith(("/proc", "/sys", "/dev/shm")) for text in texts) else set()
+    assert reading == {"_core/environment.py", "cli/doctor.py", "data/decode/pixel_file.py"}
+
+
+def test_machine_without_proc(monkeypatch):
+    """As on macOS: the processor is named, memory and cores are counted, no NVIDIA driver is found."""
+    opened = Path.open
+
+    def only_others(path, *args, **kwargs):
+        if path.is_relative_to("/proc"):
+            raise FileNotFoundError(path)
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", only_others)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    environment._processor_name.cache_clear()
+    found = {finding.what: finding for finding in doctor.machine()}
+    assert environment.device_name(torch.device("cpu"))
+    assert environment.usable_cores() == os.cpu_count()
+    assert re.match(r"[\d.,]+ [KMGT]", found["memory"].found)
+    os.close(memory_file())
+    environment._processor_name.cache_clear()
 
 
 @pytest.mark.slow

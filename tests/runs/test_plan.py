@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import re
 import textwrap
 from dataclasses import fields, replace
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torchvision.datasets import FakeData
 
 from helpers import TINY, all_finite, toy_domains, toy_plan, toy_spec
-from ratp._core.environment import find_device
+from ratp._core.environment import find_device, find_devices, find_precision
 from ratp.config import as_dict, override, switches
 from ratp.errors import ConfigError, RunDirectoryError
 from ratp.methods import METHODS, find_method
@@ -147,7 +148,7 @@ class TestMistakes:
             ({"changes": {"target_transform.flip": 2}}, ["target_transform.flip must be at most 1, got 2"]),
             ({"changes": {"source_transform.hue": 1}}, ["source_transform.hue must be at most 0.5, got 1"]),
             ({"device": "CPU"}, ["unknown device 'CPU'", "Did you mean 'cpu'?"]),
-            ({"device": "mps"}, ["unknown device 'mps'", "Valid: auto, cpu, cuda"]),
+            ({"device": "xpu"}, ["unknown device 'xpu'", "Valid: auto, cpu, cuda, mps"]),
         ],
     )  # fmt: skip
     def test_each_mistake_lists_valid_values(self, request_, expected):
@@ -187,6 +188,28 @@ class TestMistakes:
         assert find_device("cuda") == torch.device("cuda")
         with pytest.raises(ConfigError, match=r"'cuda:1' is not available: 1 CUDA device.*cpu or auto"):
             find_device("cuda:1")
+
+    def test_apple_gpu_must_be_asked_for_and_computes_in_fp32(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+        assert find_device("mps") == torch.device("mps")
+        assert find_device("auto") == torch.device("cpu")
+        assert {find_precision(name, torch.device("mps")) for name in ("auto", "fp32", "tf32", "bf16")} == {"fp32"}
+        with pytest.raises(ConfigError, match=r"'mps:1' is not available: a Mac has one GPU\. Use mps"):
+            find_device("mps:1")
+        with pytest.raises(ConfigError, match="an Apple GPU takes one run at a time: use --device mps alone"):
+            find_devices("mps,cpu")
+
+    @pytest.mark.parametrize(
+        ("system", "sentence"),
+        [("Linux", "no Apple GPU found. Use cpu or auto."), ("Darwin", "was built without support for Apple GPUs")],
+    )
+    def test_missing_apple_gpu(self, monkeypatch, system, sentence):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
+        monkeypatch.setattr(platform, "system", lambda: system)
+        with pytest.raises(ConfigError, match=f"'mps' is not available: .*{sentence}"):
+            find_device("mps")
 
 
 class TestNames:

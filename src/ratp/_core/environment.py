@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 Precision = Literal["fp32", "tf32", "bf16"]
 _FIRST_WITH_TF32 = (8, 0)
 _lock = Lock()
@@ -41,7 +41,7 @@ _exact = 0
 
 
 def find_device(name: str) -> torch.device:
-    """Returns the device called ``name``; ``auto`` is a GPU if there is one."""
+    """Returns the device called ``name``; ``auto`` is an NVIDIA GPU if there is one, and never an Apple GPU."""
     if name.partition(":")[0] not in DEVICES:
         raise _unknown_device(name)
     import torch
@@ -55,7 +55,20 @@ def find_device(name: str) -> torch.device:
     available = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= available:
         raise ConfigError(f"device {name!r} is not available: {available} CUDA device(s) found. Use cpu or auto.")
+    if device.type == "mps" and (device.index or not torch.backends.mps.is_available()):
+        raise ConfigError(f"device {name!r} is not available: {_apple_gpus()}")
     return device
+
+
+def _apple_gpus() -> str:
+    """Says which device to use instead of an Apple GPU that is not there."""
+    import torch
+
+    if torch.backends.mps.is_available():
+        return "a Mac has one GPU. Use mps."
+    if platform.system() == "Darwin" and not torch.backends.mps.is_built():
+        return f"torch {torch.__version__} was built without support for Apple GPUs. Install another, or use cpu."
+    return "no Apple GPU found. Use cpu or auto."
 
 
 def _unknown_device(name: str) -> ConfigError:
@@ -223,6 +236,10 @@ def device_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        import torch
+
+        return f"{torch.backends.mps.get_name()}, GPU"
     return _processor_name()
 
 
@@ -312,7 +329,10 @@ def _one_of_several(name: str, names: str) -> torch.device:
     if name in ("", "auto"):
         what = "auto" if name else "an empty place"
         raise ConfigError(f"the devices {names!r} have {what} among them: name every one, e.g. cuda:0,cuda:1.")
-    return find_device(name)
+    device = find_device(name)
+    if device.type == "mps":
+        raise ConfigError(f"an Apple GPU takes one run at a time: use --device {name} alone.")
+    return device
 
 
 def _all_gpus(precision: str) -> tuple[torch.device, ...]:

@@ -59,7 +59,7 @@ def fit(
         preset: Preset of switches to start from.
         out: Run directory. An interrupted run in it is continued, a finished one is read. By default, the run is in a
             temporary folder, which is removed with the result.
-        device: ``cpu``, ``cuda``, ``cuda:1``, …, or ``auto``.
+        device: ``cpu``, ``cuda``, ``cuda:1``, …, ``mps``, or ``auto``.
         tests: Labelled images to measure accuracies on, by the name of their domain.
         classes: Class names by number, for labels that are numbers.
         weights: Initial weights of a backbone that has a name: a file, ``imagenet`` or ``none``.

@@ -79,7 +79,9 @@ def machine() -> Iterator[Finding]:
     driver = _driver()
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield _gpu(torch.device("cuda", index), driver)
-    if not torch.cuda.is_available() and driver is None:
+    if torch.backends.mps.is_available():
+        yield Finding("mps", f"{device_name(torch.device('mps'))}; runs use it only with --device mps")
+    elif not torch.cuda.is_available() and driver is None:
         yield Finding("gpu", "none; runs use the processor")
     elif not torch.cuda.is_available():
         found = f"driver {driver} is installed, but torch {torch.__version__} finds no GPU"

@@ -56,7 +56,9 @@ ExtraClasses = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(help="cpu, cuda, cuda:1, cuda:0,cuda:2, … or auto. Several runs share all GPUs with cuda and auto."),
+    typer.Option(
+        help="cpu, cuda, cuda:1, cuda:0,cuda:2, …, mps (Apple) or auto. Several runs share all GPUs with cuda and auto."
+    ),
 ]
 Jobs = Annotated[
     str, typer.Option("--jobs", "-j", help="Runs at once per device; auto: one per core, on a GPU as many as fit.")

@@ -38,7 +38,7 @@ def predict(
     method: MethodFile = None,
     backbone: OwnBackbone = None,
     on_bad_image: OnBadImage = "stop",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, mps or auto.")] = "auto",
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:

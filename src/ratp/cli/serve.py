@@ -36,7 +36,7 @@ def serve(
     timeout: Annotated[float, typer.Option(metavar="SEC", help="Time for an image to arrive.")] = 30,
     method: MethodFile = None,
     backbone: OwnBackbone = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, mps or auto.")] = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Serve a deployed model over HTTP: one image per request, to class, confidence and version.

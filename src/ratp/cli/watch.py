@@ -55,7 +55,7 @@ def watch(
     ] = 10,
     method: MethodFile = None,
     backbone: OwnBackbone = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, … or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …, mps or auto.")] = "auto",
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:

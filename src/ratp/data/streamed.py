@@ -36,7 +36,7 @@ class Sent(NamedTuple):
 
     Attributes:
         images: The images, which must not be used before ``event``.
-        event: The end of the copy; None on a CPU.
+        event: The end of the copy; None unless the device is an NVIDIA GPU.
     """
 
     images: Tensor
@@ -125,9 +125,9 @@ class StreamedImages(Tensor):
         return whole
 
     def sent(self, rows: Tensor | slice, count: int) -> Sent:
-        """Begins to copy ``count`` images to the device, on a stream of its own if it is a GPU."""
-        if self._device.type == "cpu":
-            return Sent(self.gathered(rows), None)
+        """Begins to copy ``count`` images to the device, on a stream of its own if it is an NVIDIA GPU."""
+        if self._device.type != "cuda":
+            return Sent(self.gathered(rows).to(self._device), None)
         with torch.cuda.stream(copying_stream(self._device)):
             pinned = torch.empty(count, *self.shape[1:], dtype=torch.uint8, pin_memory=True)
             self.gathered(rows, pinned)
@@ -149,8 +149,8 @@ class StreamedImages(Tensor):
         return whole
 
     def _slice(self, rows: range) -> Tensor:
-        """Returns consecutive images and, on a GPU, has the next as many read meanwhile."""
-        if self._device.type == "cpu" or rows.step != 1:
+        """Returns consecutive images and, on an NVIDIA GPU, has the next as many read meanwhile."""
+        if self._device.type != "cuda" or rows.step != 1:
             return self.gathered(slice(rows.start, rows.stop, rows.step)).to(self._device)
         ahead, self._ahead = self._ahead, None
         sent = ahead[1].result() if ahead and ahead[0] == rows else self._send(rows)

@@ -26,6 +26,7 @@ from ratp.runs.run import Run
 
 # Deaths in a row after which a lane of one of several devices gives up and leaves its runs to the others.
 MOST_DEATHS = 2
+_APPLE = "an Apple GPU takes one run at a time"
 
 
 def run_all(
@@ -94,6 +95,12 @@ def find_layout(
     check_way(side_by_side)
     if not plans:
         return None
+    if plans[0].device.type == "mps" and not devices:
+        if side_by_side not in ("auto", "off"):
+            raise ConfigError(
+                f"--side-by-side {side_by_side} needs an NVIDIA GPU; an Apple GPU takes one run at a time."
+            )
+        return Layout("off", 1, "an Apple GPU takes one run at a time") if len(plans) > 1 else None
     gpus = [device for device in (devices or [plans[0].device]) if device.type == "cuda"]
     if not gpus:
         if side_by_side not in ("auto", "off", "processes"):
@@ -144,7 +151,7 @@ def _lanes(runs: Sequence[Run], at_once: int | None, one_thread: bool) -> Sequen
     """Lanes for runs on one device; none if they follow one another in this thread."""
     device = runs[0].plan.device
     count = min(len(runs), at_once or default_at_once(runs, device))
-    if device.type != "cuda":  # the number of threads affects the last bits, so it depends only on what was requested
+    if device.type == "cpu":  # the number of threads affects the last bits, so it depends only on what was requested
         is_alone = (at_once or count) == 1 and not one_thread
         return [] if is_alone else [WorkerLane(Worker(device)) for _ in range(count)]
     count = min(count, most_in_process([run.plan for run in runs]))

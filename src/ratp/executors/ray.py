@@ -79,6 +79,8 @@ def run_all_on_ray(
     check_ray(address)
     if any(run.plan.device.index is not None for run in runs):
         raise ConfigError("on a cluster Ray chooses the GPU: use --device cuda, without a number.")
+    if any(run.plan.device.type == "mps" for run in runs):
+        raise ConfigError("Ray gives no run an Apple GPU: use --device cpu or cuda.")
     with _joined(_place(address)):
         return _Cluster(runs, at_once, on_event, on_end).execute()
 

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ratp.functional.numerics import doubled, sum_type
+
 Estimate = Literal["uniform", "em", "confusion"]
 
 # Weight of the pull towards β = 1 and b = 0; without it, labelled images that are all right let β grow for ever.
@@ -139,7 +141,7 @@ def confusion_proportions(probabilities: Tensor, known: Tensor, labels: Tensor) 
 def estimate_proportions(
     kind: Literal["em", "confusion"], logits: Tensor, known: Tensor, labels: Tensor, smoothing: float | None
 ) -> Tensor:
-    """Estimates class proportions, shape (k,), float64, from logits of images without labels and of others with them.
+    """Estimates class proportions, shape (k,), from logits of images without labels and of others with them.
 
     Args:
         kind: Which of the two estimates.
@@ -150,6 +152,8 @@ def estimate_proportions(
             :func:`shrinkage` says.
     """
     classes = logits.shape[1]
+    device, logits, known = logits.device, doubled(logits), doubled(known)
+    labels = labels.to(known.device)
     calibration = calibrate(known, labels)
     probabilities = calibration(logits)
     if kind == "em":
@@ -157,7 +161,7 @@ def estimate_proportions(
     else:
         found = confusion_proportions(probabilities, calibration(known), labels)
     share = shrinkage(found, probabilities) if smoothing is None else smoothing
-    return (1 - share) * found + share / classes
+    return ((1 - share) * found + share / classes).to(device, sum_type(device))
 
 
 def shrinkage(found: Tensor, probabilities: Tensor) -> Tensor:
@@ -182,7 +186,7 @@ def allocate(total: int, shares: Tensor) -> list[int]:
         [5, 3, 2]
     """
     least = min(total // len(shares), 1)
-    exact = (total - least * len(shares)) * shares.double() / shares.sum().clamp_min(CLOSE)
+    exact = (total - least * len(shares)) * doubled(shares) / doubled(shares.sum().clamp_min(CLOSE))
     whole = (exact + CLOSE).floor()
     rest = total - least * len(shares) - int(whole.sum())
     whole[(exact - whole).argsort(descending=True, stable=True)[:rest]] += 1

@@ -14,6 +14,8 @@ from ratp._core.environment import SharedContext
 _EXACT = ("ieee", "none")
 # Probability that rejection sampling accepts no pair for a number and falls back on a rejected one.
 FAILURE = 1e-12
+# Kinds of devices that have no float64: Apple's GPUs.
+WITHOUT_DOUBLE = ("mps",)
 
 
 def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], count: int, chunk: int) -> tuple[Tensor, ...]:
@@ -41,6 +43,16 @@ def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], count: int, chunk
             whole[rows] = tensor
         start = rows.stop
     return results
+
+
+def sum_type(device: torch.device) -> torch.dtype:
+    """Returns the type for sums that stay on a device: float64, or float32 where a device has no other."""
+    return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64
+
+
+def doubled(values: Tensor) -> Tensor:
+    """Returns values in float64: on their device, or on the CPU if that has no float64."""
+    return (values if sum_type(values.device) == torch.float64 else values.cpu()).double()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ratp._core.environment import Randomness
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
+from ratp.functional.numerics import doubled
 from ratp.training.method import Method, unpack
 
 Mode = Literal["off", "record", "act"]
@@ -392,7 +393,7 @@ def picture_structure(images: Tensor) -> float:
     """
     found = []
     for part in torch.split(images, IMAGES_AT_ONCE):
-        grey = part.double().mean(dim=1)
+        grey = doubled(part).mean(dim=1)
         pairs = (grey[:, :, 1:], grey[:, :, :-1]), (grey[:, 1:], grey[:, :-1])
         found += [_correlation(a.flatten(1), b.flatten(1)) for a, b in pairs if a.numel()]
     return torch.cat(found).mean().item() if found else 0.0

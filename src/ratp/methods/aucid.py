@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
-from ratp.functional.numerics import ranks_within
+from ratp.functional.numerics import doubled, ranks_within, sum_type
 from ratp.functional.optim import Adam, SGDConfig
 from ratp.training.method import Setting, pack, unpack
 from ratp.training.phase import Phase
@@ -85,11 +85,12 @@ class Mixture:
 
     def log_densities(self, points: Tensor) -> Tensor:
         """Computes log N(z; μ_k, Σ_k) of points (n, d) in double, shape (n, classes); −∞ without a component."""
-        logs = torch.full((len(points), len(self.known)), -torch.inf, dtype=torch.float64, device=points.device)
+        points = doubled(points)
+        logs = points.new_full((len(points), len(self.known)), -torch.inf)
         for k in self.components:
-            root = self.roots[k].double()
+            root = doubled(self.roots[k])
             # ½‖L⁻¹(z − μ)‖² + Σ log L_ii + d/2·log 2π
-            centred = (points.double() - self.means[k].double()).T
+            centred = (points - doubled(self.means[k])).T
             with _LINEAR_ALGEBRA:
                 white = torch.linalg.solve_triangular(root, centred, upper=False)
             volume = root.diagonal().log().sum() + points.shape[1] / 2 * math.log(2 * math.pi)
@@ -104,7 +105,8 @@ class Mixture:
         logs = self.log_densities(points)
         best, place = logs.max(dim=1, keepdim=True)
         rest = logs.scatter(1, place, -torch.inf).logsumexp(dim=1)
-        return torch.nan_to_num(best.squeeze(1) - rest, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        odds = torch.nan_to_num(best.squeeze(1) - rest, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        return odds.to(points.device, sum_type(points.device))
 
     def sample(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draws ``count`` points per component, shape (c·count, d), and returns them with their classes."""
@@ -140,13 +142,12 @@ def fit_mixture(points: Tensor, labels: Tensor, classes: int, ridge: float, prev
         nothing = points.new_zeros(classes, dim, dtype=torch.float32)
         previous = Mixture(nothing, nothing.new_zeros(classes, dim, dim), (False,) * classes)
     means, roots = previous.means.clone(), previous.roots.clone()
-    ridges = ridge * torch.eye(dim, dtype=torch.float64, device=points.device)
     finite, known = points.isfinite().all(dim=1), list(previous.known)
     for k in range(classes):
-        own = points[finite & (labels == k)].double()
+        own = doubled(points[finite & (labels == k)])
         if len(own) < FEWEST:
             continue
-        covariance = ledoit_wolf(own) + ridges
+        covariance = ledoit_wolf(own) + ridge * torch.eye(dim, dtype=own.dtype, device=own.device)
         with _LINEAR_ALGEBRA:
             root, failed = torch.linalg.cholesky_ex(covariance)
         if not bool(failed) and bool(root.float().isfinite().all()):
@@ -178,9 +179,10 @@ def _quantiles(ordered: Tensor, count: int) -> Tensor:
     own = len(ordered)
     if own == count:
         return ordered
-    levels = (torch.arange(count, dtype=torch.float64, device=ordered.device) + 0.5) / count
+    kind, device = sum_type(ordered.device), ordered.device
+    levels = (torch.arange(count, dtype=kind, device=device) + 0.5) / count
     places = (levels * own - 0.5).clamp(0, own - 1)
-    points = torch.arange(own, dtype=torch.float64, device=ordered.device)
+    points = torch.arange(own, dtype=kind, device=device)
     # weight of point j at position x: max(1 − |x − j|, 0)
     weights = (1 - (places[:, None] - points[None, :]).abs()).clamp_min(0)
     return weights.to(ordered.dtype) @ ordered

@@ -35,7 +35,7 @@ from torch import Tensor
 from ratp.config import switch
 from ratp.data.domain import UnlabelledDomain
 from ratp.functional.losses import entropy
-from ratp.functional.numerics import beta_numbers, ranks_within
+from ratp.functional.numerics import beta_numbers, ranks_within, sum_type
 from ratp.methods.shared.source_free import (
     OWN_HEAD,
     RotationConfig,
@@ -55,7 +55,7 @@ def confident_split(entropies: Tensor, predictions: Tensor, classes: int) -> Ten
     If a share s of all samples has an entropy below the mean, each predicted class gives its ⌊s·n⌋ samples of lowest
     entropy; a small class may give none.
     """
-    entropies = entropies.double()
+    entropies = entropies.to(sum_type(entropies.device))
     below = (entropies < entropies.mean()).sum()
     sizes = predictions.bincount(minlength=classes)
     quotas = below * sizes // max(len(entropies), 1)  # ⌊PS·n_c⌋ in whole numbers

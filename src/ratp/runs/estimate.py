@@ -199,6 +199,8 @@ class _Clock:
     def _now(self) -> tuple[float, float]:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
         return time.perf_counter(), time.process_time()
 
     def lap(self) -> Cost:

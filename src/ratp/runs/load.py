@@ -161,7 +161,7 @@ def load(
 
     Args:
         path: The run directory; nothing else is read, and nothing is written.
-        device: Where to compute: ``cpu``, ``cuda``, ``cuda:1``, …, or ``auto``.
+        device: Where to compute: ``cpu``, ``cuda``, ``cuda:1``, …, ``mps``, or ``auto``.
         method: The ``ratp.loss_method``, or the file of a custom method, which is run only because you name it.
         backbone: The backbone of your own that the run has: a module, a class or function that builds one, or
             ``FILE.py:NAME``. It needs the same layers; its weights come from the run. Not needed in the process that

@@ -30,7 +30,7 @@ class RunRequest:
         seed: Seed of everything random.
         changes: Values for the method's switches and the stream's recipe, by dotted name.
         subset: Whether the order may leave out domains.
-        device: ``cpu``, ``cuda``, ``cuda:1``, …, or ``auto``.
+        device: ``cpu``, ``cuda``, ``cuda:1``, …, ``mps``, or ``auto``.
         source: Folder or zip of the source, for the stream ``folders``.
         targets: Folders or zips of the targets in their order of arrival, for the stream ``folders``; a single one
             needs no list.

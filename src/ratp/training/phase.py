@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ratp._core.state import State, Stateful
 from ratp.errors import RatpError
+from ratp.functional.numerics import sum_type
 from ratp.training.cuda_graphs import bunches, stepper
 
 
@@ -172,9 +173,9 @@ class _Means(Stateful):
             raise RatpError(f"a step must return scalars as tensors of one number each: {_fault(wrong[0], scalars)}.")
         values = [value.detach().reshape(()) for value in scalars.values()]
         if len({(value.device, value.dtype) for value in values}) > 1:
-            values = [value.to(values[0].device, torch.float64) for value in values]
+            values = [value.to(values[0].device, sum_type(values[0].device)) for value in values]
         if self._sums is None:
-            self._sums = torch.stack(values).to(torch.float64)
+            self._sums = torch.stack(values).to(sum_type(values[0].device))
         else:
             self._sums.add_(torch.stack(values).to(self._sums.device))
 
