@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-import ratp.data.streamed as streamed_module
 import ratp.training.device_cache as device_cache
 import ratp.training.feed as feed_module
 from helpers import TINY, files_of, ratp, same_tensors, tensors_of
 from own_images import image_files, write_files
+from ratp.data import domain as domain_module
 from ratp.data.cache.decoded import open_decoded
-from ratp.data.domain import LabelledDomain
-from ratp.data.streamed import StreamedImages, selected
+from ratp.data.domain import LabelledDomain, selected
+from ratp.data.streamed import StreamedImages
 from ratp.errors import ConfigError, RatpError
+from ratp.functional.numerics import drawn
 from ratp.methods import METHODS
 from ratp.runs.plan import resolve
 from ratp.runs.request import RunRequest
 from ratp.runs.run import Run
 from ratp.training.device_cache import with_images_on
-from ratp.training.feed import Feed, drawn
+from ratp.training.feed import Feed
 
 CPU = torch.device("cpu")
 IMAGES = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -69,7 +70,7 @@ class TestStandIn:
         domain = LabelledDomain("ink", IMAGES, labels, ("a", "b"))
         small = domain.subset(labels == 1).subset(torch.arange(3))
         assert type(small.images) is torch.Tensor
-        monkeypatch.setattr(streamed_module, "LARGE", 100)
+        monkeypatch.setattr(domain_module, "LARGE", 100)
         large = domain.subset(labels == 1).subset(torch.arange(3))
         assert isinstance(large.images, StreamedImages)
         assert torch.equal(large.images[:], small.images)
@@ -183,7 +184,7 @@ class TestRuns:
     def test_same_results(self, pictures, tmp_path, method, monkeypatch):
         plan = plan_of(pictures, method)
         Run(plan, tmp_path / "resident", images="resident").execute()
-        monkeypatch.setattr(streamed_module, "LARGE", 100)
+        monkeypatch.setattr(domain_module, "LARGE", 100)
         Run(plan, tmp_path / "streamed", images="streamed").execute()
         for name in ("state", "weights"):
             assert same_tensors(tensors_of(tmp_path / "resident", name), tensors_of(tmp_path / "streamed", name))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ratp.data.streamed import selected
+from ratp.data.streamed import LARGE, StreamedImages
 from ratp.errors import RatpError
 
 
@@ -149,3 +149,11 @@ class LabelledDomain:
             if tensor is not None:
                 digest.update(tensor.cpu().contiguous().numpy().data)
         return digest.hexdigest()
+
+
+def selected(images: Tensor, index: Tensor) -> Tensor:
+    """Returns the images at ``index`` (bool mask or positions): a copy, or of large domains a stand-in."""
+    if not isinstance(images, StreamedImages) and (images.device.type != "cpu" or images.nbytes < LARGE):
+        return images[index]
+    rows = index.nonzero().squeeze(1) if index.dtype == torch.bool else index
+    return StreamedImages(images, images.device, rows.cpu())

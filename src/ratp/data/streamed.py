@@ -163,14 +163,6 @@ class StreamedImages(Tensor):
         return self.sent(slice(rows.start, rows.stop), len(rows))
 
 
-def selected(images: Tensor, index: Tensor) -> Tensor:
-    """Returns the images at ``index`` (bool mask or positions): a copy, or of large domains a stand-in."""
-    if not isinstance(images, StreamedImages) and (images.device.type != "cpu" or images.nbytes < LARGE):
-        return images[index]
-    rows = index.nonzero().squeeze(1) if index.dtype == torch.bool else index
-    return StreamedImages(images, images.device, rows.cpu())
-
-
 def _whole(value: Any) -> Any:
     """Copies all images of a stand-in to its device."""
     if isinstance(value, StreamedImages):

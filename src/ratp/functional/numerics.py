@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -16,6 +16,8 @@ _EXACT = ("ieee", "none")
 FAILURE = 1e-12
 # Kinds of devices that have no float64: Apple's GPUs.
 WITHOUT_DOUBLE = ("mps",)
+# A draw of indices: population and count.
+Draw = tuple[int, int]
 
 
 def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], count: int, chunk: int) -> tuple[Tensor, ...]:
@@ -149,3 +151,9 @@ def _distances(points: Tensor, centres: Tensor) -> Tensor:
     """Squared distances (g, n, c), clamped at zero against rounding."""
     squares = points.square().sum(dim=2)[:, :, None] + centres.square().sum(dim=2)[:, None, :]
     return (squares - 2 * points @ centres.mT).clamp_min(0)
+
+
+def drawn(draws: Sequence[Draw], own: int, generator: torch.Generator) -> Tensor:
+    """Draws indices; those of a second draw are the memory's, which begin at ``own``."""
+    found = [torch.randint(population, (n,), generator=generator, device=generator.device) for population, n in draws]
+    return found[0] if len(found) == 1 else torch.cat([found[0], own + found[1]])

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ratp._core.environment import Randomness
-from ratp.data.domain import LabelledDomain
-from ratp.data.streamed import selected
+from ratp.data.domain import LabelledDomain, selected
 from ratp.errors import ConfigError, unknown
 from ratp.streams.files import some
 from ratp.streams.stream import LoadedDomain

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from ratp.data.streamed import Sent, StreamedImages, copying_stream
+from ratp.functional.numerics import Draw, drawn
 from ratp.training.cuda_graphs import RECORDING, before_replays
 
 # Batches to fetch ahead of single steps.
 AHEAD = 3
-
-# A draw of indices: population and count.
-Draw = tuple[int, int]
 
 
 class Wanted(NamedTuple):
@@ -42,12 +40,6 @@ class Wanted(NamedTuple):
 class _Fetched(NamedTuple):
     state: Tensor  # the generator's state before the batch is drawn
     sent: Sent
-
-
-def drawn(draws: Sequence[Draw], own: int, generator: torch.Generator) -> Tensor:
-    """Draws indices; those of a second draw are the memory's, which begin at ``own``."""
-    found = [torch.randint(population, (n,), generator=generator, device=generator.device) for population, n in draws]
-    return found[0] if len(found) == 1 else torch.cat([found[0], own + found[1]])
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from ratp._core.state import Stateful
 from ratp.data.streamed import StreamedImages
 from ratp.functional.class_mix import allocate
-from ratp.functional.numerics import full_precision, in_chunks, ranks_within
-from ratp.training.feed import Feed, drawn
+from ratp.functional.numerics import drawn, full_precision, in_chunks, ranks_within
+from ratp.training.feed import Feed
 from ratp.training.finite import log_draw
 from ratp.training.method import Setting
 
