@@ -18,7 +18,25 @@ from ratp.guard.watch import LEAST_STRUCTURE, LIMITS, Predictions, picture_struc
 RECENT_IMAGES, FEW, AVERAGED = 2000, 16, 4
 
 
-class Observer:
+class _Recent:
+    """Windows of recent images, and the images that do not make a window yet."""
+
+    def __init__(self) -> None:
+        self._pending = Pending()
+        self.recent: list[Tensor] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of recent images."""
+        return sum(map(len, self.recent))
+
+    @property
+    def room(self) -> int:
+        """Number of images that the current window still needs."""
+        return WINDOW - len(self._pending)
+
+
+class Observer(_Recent):
     """The alarm of one version of a model.
 
     Args:
@@ -43,21 +61,11 @@ class Observer:
     ) -> None:
         self.references, self._recognition, self._every = references, recognition, every
         self._structure = picture_structure(source[:FEW])
-        self._alarm, self._pending = Alarm(), Pending()
+        super().__init__()
+        self._alarm = Alarm()
         self.level: Level = "fine"
-        self.recent: list[Tensor] = []
         self._recognised: list[float] = []  # in the last windows
         self._drifted = 0  # windows since the level was fine
-
-    @property
-    def waiting(self) -> int:
-        """Number of recent images."""
-        return sum(map(len, self.recent))
-
-    @property
-    def room(self) -> int:
-        """Number of images that the current window still needs."""
-        return WINDOW - len(self._pending)
 
     def observe(self, images: Tensor, found: Predictions, names: Sequence[str]) -> list[tuple[Window, tuple[str, ...]]]:
         """Returns the windows that are complete now, each with the names of the images that caused an alarm."""
@@ -105,7 +113,7 @@ class Observer:
         return bool(self._recognised) and mean(self._recognised) < LIMITS.recognition
 
 
-class Baseline:
+class Baseline(_Recent):
     """Collects the first images of a model that has no source images: what is usual will be measured on them.
 
     It has the interface of an :class:`Observer` that never raises the alarm. Windows of noise do not count.
@@ -113,20 +121,6 @@ class Baseline:
 
     level: Level = "fine"
     references: Sequence[Reference] = ()
-
-    def __init__(self) -> None:
-        self._pending = Pending()
-        self.recent: list[Tensor] = []
-
-    @property
-    def waiting(self) -> int:
-        """Number of images so far."""
-        return sum(map(len, self.recent))
-
-    @property
-    def room(self) -> int:
-        """Number of images that the current window still needs."""
-        return WINDOW - len(self._pending)
 
     def observe(self, images: Tensor, found: Predictions, names: Sequence[str]) -> list[tuple[Window, tuple[str, ...]]]:
         """Returns the windows that are complete now."""
