@@ -127,6 +127,15 @@ class TestRun:
             ["4", "runs", "4"],
         ]  # fmt: skip
 
+    def test_online_measures_what_streams_past(self, tmp_path, done):
+        path = study_file(tmp_path, grid('methods = ["source-only"]', "seeds = [1]"))
+        assert ratp("study", "run", path, "--out", "runs", "--online", *OPTIONS).code == 0
+        (run,) = folders("runs")
+        events = [event for event in journal_of(run) if event["event"] == "online"]
+        assert len(events) == len(read_run(run).matrix.domains) - 1
+        (plain,) = (f for f in folders(done[0] / "runs") if f.name == run.name)
+        assert read_run(run).matrix.accuracy == read_run(plain).matrix.accuracy
+
     def test_files_written(self, done):
         folder, _ = done
         assert len(folders(folder / "runs")) == 4

@@ -76,6 +76,7 @@ def run(
     jobs: opt.Jobs = "auto",
     side_by_side: opt.SideBySide = "auto",
     images: opt.Images = "auto",
+    online: opt.Online = False,
     on: On = "local",
     ray_address: RayAddress = None,
     dry_run: opt.DryRun = False,
@@ -105,7 +106,7 @@ def run(
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
         raise ConfigError(problems)
-    base = RunRequest(device=first, precision=precision, weights=weights, data=options)
+    base = RunRequest(device=first, precision=precision, weights=weights, data=options, online=online)
     study = _with_known(read_study(file, out, base, trust_methods=trust_methods), known)
     with decoding(stderr(), quiet=quiet or json_) as progress:
         study = without_stale_results(study, progress)
