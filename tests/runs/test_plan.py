@@ -189,6 +189,16 @@ class TestMistakes:
         with pytest.raises(ConfigError, match=r"'cuda:1' is not available: 1 CUDA device.*cpu or auto"):
             find_device("cuda:1")
 
+    @pytest.mark.parametrize("instruction", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
+    def test_bf16_on_a_processor_that_has_it(self, instruction, monkeypatch):
+        cpu = torch.device("cpu")
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            monkeypatch.setattr(torch.cpu, name, lambda: False)
+        assert {find_precision(name, cpu) for name in ("auto", "fp32", "tf32", "bf16")} == {"fp32"}
+        monkeypatch.setattr(torch.cpu, instruction, lambda: True)
+        assert find_precision("bf16", cpu) == "bf16"
+        assert {find_precision(name, cpu) for name in ("auto", "fp32", "tf32")} == {"fp32"}
+
     def test_apple_gpu_must_be_asked_for_and_computes_in_fp32(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

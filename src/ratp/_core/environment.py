@@ -84,10 +84,20 @@ def find_precision(requested: str, device: torch.device) -> Precision:
     names = get_args(Precision)
     if requested not in (*names, "auto"):
         raise ConfigError(unknown("precision", requested, ("auto", *names)))
+    if device.type == "cpu" and requested == "bf16" and _multiplies_bf16():
+        return "bf16"
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_TF32
     if requested == "fp32" or not has_tf32:  # a GPU has both tf32 and bf16 or neither
         return "fp32"
     return "tf32" if requested == "auto" else cast(Precision, requested)
+
+
+def _multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16; without them bf16 is slower than fp32."""
+    import torch
+
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, check, bool)() for check in checks)
 
 
 def use_precision(precision: Precision) -> None:

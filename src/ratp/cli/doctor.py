@@ -72,7 +72,8 @@ def machine() -> Iterator[Finding]:
     python = f"Python {platform.python_version()}, {platform.system()}"
     yield Finding("ratp", f"{__version__} (code {code_hash()[:12]}), {python}")
     yield from versions(requirements())
-    yield Finding("processor", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    found = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads, {_precisions(torch.device('cpu'))}"
+    yield Finding("processor", found)
     free = free_memory()
     advice = "close other programs, or run fewer at once: --jobs 1"
     yield Finding("memory", f"{size_text(free)} free", free >= LEAST_FREE_MEMORY, advice)
@@ -127,6 +128,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.match(r"\d*(\.\d+)*", version)[0].split(".") if part)  # type: ignore[index]
 
 
+def _precisions(device: torch.device) -> str:
+    return "/".join(dict.fromkeys(find_precision(asked, device) for asked in get_args(Precision)))
+
+
 def _gpu(device: torch.device, driver: str | None) -> Finding:
     import torch
 
@@ -135,12 +140,11 @@ def _gpu(device: torch.device, driver: str | None) -> Finding:
     name = f"cuda:{device.index}"
     try:
         free, total = torch.cuda.mem_get_info(device)
-        precisions = dict.fromkeys(find_precision(asked, device) for asked in get_args(Precision))
         parts = [
             device_name(device),
             f"driver {driver}" if driver else "",
             f"{size_text(free)} of {size_text(total)} free",
-            "/".join(precisions),
+            _precisions(device),
             "CUDA graphs" if _captures(device) else "no CUDA graphs: slower",
             "kernels" if kernels.usable(device) else "no Triton kernels: slower",
         ]
