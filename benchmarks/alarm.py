@@ -32,10 +32,10 @@ from ratp import Deployment, Run
 from ratp._core.environment import Randomness, describe_environment
 from ratp._core.files import read_json, write_json
 from ratp.data.domain import LabelledDomain
-from ratp.deploy.deployment import KNOWN_IMAGES
 from ratp.deploy.drift import WINDOW, Reference
 from ratp.deploy.model import Model
 from ratp.deploy.observer import Observer
+from ratp.deploy.stages import KNOWN_IMAGES
 from ratp.evaluation.accuracy import accuracy
 from ratp.guard.watch import Predictions, gain, recognition
 from ratp.methods.shared.online import OnlineNetwork

@@ -20,26 +20,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ratp._core.environment import Randomness
-from ratp.config import override
 from ratp.data.domain import LabelledDomain, UnlabelledDomain, check_images
-from ratp.deploy.drift import LEAST_IMAGES, WINDOW, Level, Reference, Window
+from ratp.deploy.drift import WINDOW, Level, Window
 from ratp.deploy.model import AnswerError, Model
 from ratp.deploy.observer import Baseline, Observer, recent_images
 from ratp.deploy.online import LOST, Online, check_online
 from ratp.deploy.settings import Settings
+from ratp.deploy.stages import KNOWN_IMAGES, copy_of, randomness_of, reference_of, references_after, split
 from ratp.deploy.store import Store, Version
 from ratp.errors import ConfigError, RatpError, TrainingError, brief
 from ratp.guard.watch import Predictions, Watch, gain, recognition
 from ratp.networks.own import Given
-from ratp.runs.load import LoadedRun, load
+from ratp.runs.load import load
 from ratp.training.finite import lost_weights
-from ratp.training.method import Method
 from ratp.training.phase import train
 
-# Images of a known domain that are stored, and the share of a new domain that is not trained on: the alarm learns from
-# it what the domain looks like to the adapted model.
-KNOWN_IMAGES, HELD_BACK = 400, 0.2
 # Images that stand for the source if there are none of it, and what they are called.
 BASELINE, FIRST = 256, "first images"
 # While the model adapts online, recognition is checked in one of so many windows.
@@ -169,9 +164,11 @@ class Deployment:
             raise ConfigError(
                 f"the source has other classes ({', '.join(source.classes)}) than {run} ({', '.join(loaded.classes)})."
             )
-        chosen = torch.randperm(len(source), generator=_randomness(loaded).generator("deploy", "known"))[:KNOWN_IMAGES]
+        chosen = torch.randperm(len(source), generator=randomness_of(loaded).generator("deploy", "known"))[
+            :KNOWN_IMAGES
+        ]
         images, labels = source.images[chosen].cpu(), source.labels[chosen].cpu()
-        reference = _reference(Model(loaded.method, 1), source.name, images, loaded)  # before anything is written
+        reference = reference_of(Model(loaded.method, 1), source.name, images, loaded)  # before anything is written
         with closing(Store.create(Path(run), Path(folder), loaded.classes, asdict(about))) as store:
             store.keep_images(source.name, images, labels=labels)
             store.add(loaded.method.state(), [reference], why)
@@ -424,13 +421,13 @@ class Deployment:
         self._observer: Observer | Baseline = Baseline()
         if not references:
             return
-        source, randomness = self._source(), _randomness(loaded)
+        source, randomness = self._source(), randomness_of(loaded)
         known = {reference.name: self._store.images(reference.name)["images"] for reference in references}
         if self._settings.adapt == "online":
             self._online = Online(self._model, self._load().method, state, known, source.labels, randomness)
             self._references = self._online.references
         elif self._store.contents.version(number).online:  # its references are of a model that adapts
-            self._references = [_reference(self._model, name, images, loaded) for name, images in known.items()]
+            self._references = [reference_of(self._model, name, images, loaded) for name, images in known.items()]
         every = 1 if self._online is None else RECOGNISED_EVERY
         self._source_gain = cache(lambda: gain(loaded.method, source.images[:WINDOW], randomness))
         self._observer = Observer(self._references, source.images, self._recognition, every)
@@ -443,7 +440,7 @@ class Deployment:
         images = torch.cat(self._observer.recent)
         answers = self._model.logits(images).argmax(dim=1)
         self._store.keep_images(FIRST, images.cpu(), answers=answers)
-        reference = _reference(self._model, FIRST, images, self._loaded)
+        reference = reference_of(self._model, FIRST, images, self._loaded)
         why = f"calibrated on the first {len(images)} images"
         self._use(self._store.add(self._model.state(), [reference], why).number)
 
@@ -534,7 +531,7 @@ class Deployment:
         )
 
     def _recognition(self, images: Tensor, found: Predictions) -> float | None:
-        return recognition(gain(self._model.method, images, _randomness(self._loaded), found), self._source_gain())
+        return recognition(gain(self._model.method, images, randomness_of(self._loaded), found), self._source_gain())
 
     def _keep_result(self, domain: UnlabelledDomain) -> None:
         try:
@@ -549,10 +546,10 @@ class Deployment:
     def _stage(self, domain: UnlabelledDomain) -> Adaptation | None:
         """Trains a copy of the model on a domain; None if it was stopped."""
         start = self._model
-        method = self._copy()
-        domain, kept = _split(domain, _randomness(self._loaded).generator("deploy", domain.name))
+        method = copy_of(self._load, start, self.settings)
+        domain, kept = split(domain, randomness_of(self._loaded).generator("deploy", domain.name))
         known = "its first images, by its own answers" if self._references[0].name == FIRST else "the source"
-        watch = Watch(method, domain, self._source(), _randomness(self._loaded), known)
+        watch = Watch(method, domain, self._source(), randomness_of(self._loaded), known)
         self._store.note("stage", domain=domain.name, images=len(domain), version=start.version)
         for _ in train(method.target_phases(domain)):
             if self._stop.is_set():
@@ -560,7 +557,10 @@ class Deployment:
         verdict = watch.judge(method)
         if verdict is None or lost_weights(method.state()):
             raise TrainingError("values became NaN or infinite, so the stage is dropped. A smaller lr usually helps.")
-        accepted = None if verdict.reasons else self._references_with(method, kept)
+        accepted = None
+        if not verdict.reasons:
+            names = [reference.name for reference in self._references]
+            accepted = references_after(Model(method, self.version), self._store, names, kept, self._loaded)
         with self._mutex:
             if self._stop.is_set():
                 return None
@@ -573,47 +573,8 @@ class Deployment:
             self._use(self._store.add(method.state(), accepted, why, **about).number)
             return Adaptation(True, self.version, len(domain))
 
-    def _references_with(self, method: Method, kept: UnlabelledDomain) -> list[Reference]:
-        """Stores images of a domain; returns how an adapted method predicts those of all domains it now knows."""
-        self._store.keep_images(kept.name, kept.images[:KNOWN_IMAGES].cpu())
-        known = [reference.name for reference in self._references if reference.name != kept.name]
-        known += [kept.name] if len(kept) >= LEAST_IMAGES else []
-        model = Model(method, self.version)
-        return [_reference(model, name, self._store.images(name)["images"], self._loaded) for name in known]
-
-    def _copy(self) -> Method:
-        """Builds the current version once more, to be trained."""
-        method = self._load().method
-        method.load_state(self._model.state())
-        if self.settings.changes:
-            setting = getattr(method, "setting", None)
-            if setting is None:
-                raise ConfigError(f"{method.name} cannot take other values than those it was trained with.")
-            recipe = override(setting.recipe, self.settings.changes)
-            method.setting = replace(setting, recipe=recipe)  # type: ignore[attr-defined]
-        return method
-
     def _source(self) -> LabelledDomain:
         name = self._references[0].name
         known = self._store.images(name)
         labels = known["labels"] if "labels" in known else known["answers"]
         return LabelledDomain(name, known["images"], labels, self.classes)
-
-
-def _reference(model: Model, name: str, images: Tensor, loaded: LoadedRun) -> Reference:
-    generator = _randomness(loaded).generator("deploy", "alarm", name)
-    return Reference.of(name, model.predictions(images), generator)
-
-
-def _randomness(loaded: LoadedRun) -> Randomness:
-    return Randomness(int(loaded.config["seed"]))
-
-
-def _split(domain: UnlabelledDomain, generator: torch.Generator) -> tuple[UnlabelledDomain, UnlabelledDomain]:
-    """Returns the images to train on and those to calibrate the alarm on: apart, if there are enough."""
-    order = torch.randperm(len(domain), generator=generator)
-    count = max(LEAST_IMAGES, round(HELD_BACK * len(domain)))
-    if count > len(domain) // 2:
-        return domain, replace(domain, images=domain.images[order])
-    kept, rest = order[:count], order[count:].sort().values
-    return replace(domain, images=domain.images[rest]), replace(domain, images=domain.images[kept])
