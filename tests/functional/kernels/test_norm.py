@@ -46,6 +46,7 @@ def plain(t, rows, options):
 def normalise(t, mask, count, tracked, options):
     from ratp.functional.kernels.norm import Normalise
 
+    tickets = t.setdefault("tickets", torch.zeros(t["x"].shape[1], dtype=torch.int32, device=t["x"].device))
     return Normalise.apply(
         t["x"],
         t["weight"],
@@ -56,6 +57,7 @@ def normalise(t, mask, count, tracked, options):
         mask,
         count,
         (t["mean"], t["var"], tracked),
+        tickets,
         MOMENTUM,
         EPS,
         "relu" in options,
@@ -148,6 +150,19 @@ def test_bfloat16_is_summed_in_single_precision(options, device):
     wanted = torch.autograd.grad(expected, [exact[name] for name in names], exact["dy"])
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
+
+
+def test_one_layer_normalises_batches_of_several_sizes(device):
+    whole = tensors((96, 8, 13, 11), device)
+    for size in (96, 5, 64, 96):
+        t = {name: value[:size] if name in ("x", "dy") else value for name, value in whole.items()}
+        expected = plain(t | {"mean": t["mean"].clone(), "var": t["var"].clone()}, slice(size), "")
+        x = t["x"] = t["x"].clone().requires_grad_()
+        y = fused(t, None, "")
+        whole["tickets"] = t["tickets"]
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        first, second = (torch.autograd.grad(y, x, t["dy"], retain_graph=True) for _ in range(2))
+        assert torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -4,8 +4,9 @@ An ``offset`` per channel, the bias of the convolution before, counts as added t
 statistics of the batch only the running mean depends on it, and its gradient is zero.
 
 The statistics take one pass over x, the result another; a gradient takes two passes over x and dy. Where y is positive
-is kept as bits. All arithmetic is in single precision, whatever the type of x. Tensors are treated as matrices with a
-row per place of each image and a column per channel, which is the memory layout ``channels_last``.
+is kept as bits. The last of the programs that compute a sum computes what follows from it. All arithmetic is in single
+precision, whatever the type of x. Tensors are treated as matrices with a row per place of each image and a column per
+channel, which is the memory layout ``channels_last``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from ratp.functional.kernels.common import DeviceKernel
 WARPS, FEWER_WARPS, VALUES, WIDEST = 4, 2, 2048, 64
 # How many programs run at once on a device, and how many tiles a sum loads at once.
 PROGRAMS, STAGES = 396, 1
-CHANNELS_AT_ONCE = 16
 
 
 @triton.jit
@@ -66,24 +66,44 @@ def _keep_part(parts, part, number, first, second, columns, c, in_c):
 
 
 @triton.jit
-def _totals(parts, number, columns, c, in_c, MOST: tl.constexpr):
-    """Adds up both sums over all parts."""
-    part = tl.arange(0, MOST)
-    at = part[:, None] * columns + c[None, :]
-    there = (part < number)[:, None] & in_c[None, :]
-    first = tl.sum(tl.load(parts + at, mask=there, other=0.0), 0)
-    return first, tl.sum(tl.load(parts + number * columns + at, mask=there, other=0.0), 0)
+def _is_last(tickets, number, columns, BC: tl.constexpr):
+    """Whether all other programs for these columns have stored their sums. The last one makes the ticket zero again."""
+    tl.debug_barrier()  # until all threads of this program have stored theirs
+    ticket = tickets + tl.program_id(0) % tl.cdiv(columns, BC)
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == number - 1
+    if last:
+        tl.store(ticket, 0)
+    return last
+
+
+@triton.jit
+def _totals(parts, number, columns, c, in_c, BC: tl.constexpr):
+    """Adds up both sums over all parts, in a fixed order."""
+    first = tl.zeros([64, BC], tl.float32)
+    second = tl.zeros([64, BC], tl.float32)
+    for begin in range(0, number, 64):
+        part = begin + tl.arange(0, 64)
+        at = part[:, None] * columns + c[None, :]
+        there = (part < number)[:, None] & in_c[None, :]
+        first += tl.load(parts + at, mask=there, other=0.0)
+        second += tl.load(parts + number * columns + at, mask=there, other=0.0)
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @DeviceKernel
 @triton.jit
 def _sum_kernel(
-    x, mask, pivot, offset, parts, rows, columns, space,
+    x, mask, count, offset, parts, tickets, behind, mean, invstd, running_mean, running_var, tracked,
+    rows, columns, space, total, momentum, eps,
     MASKED: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ(x − pivot) and Σ(x − pivot)² over one part of the rows that count: every n-th tile."""
+    """Computes μ and 1/σ of the rows that count, and updates the running statistics.
+
+    Each program computes Σ(x − p) and Σ(x − p)² over every n-th tile, where p is the running mean; the last one does
+    the rest. ``behind`` are tickets for the gradient, which become zero.
+    """
     c, in_c, part, number = _share(columns, BC)
-    shift = tl.load(pivot + c, mask=in_c, other=0.0)
+    shift = tl.load(running_mean + c, mask=in_c, other=0.0)
     if OFFSET:
         shift -= tl.load(offset + c, mask=in_c, other=0.0)
     first = tl.zeros([BR // 8, BC], tl.float32)
@@ -98,36 +118,28 @@ def _sum_kernel(
         first += tl.sum(_planes(value, BR, BC), 0)
         second += tl.sum(_planes(value * value, BR, BC), 0)
     _keep_part(parts, part, number, first, second, columns, c, in_c)
-
-
-@DeviceKernel
-@triton.jit
-def _statistics_kernel(
-    parts, count, offset, mean, invstd, running_mean, running_var, tracked, columns, number, total, momentum, eps,
-    MASKED: tl.constexpr, OFFSET: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Computes μ and 1/σ from the sums of all parts; updates the running statistics."""
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
-    in_c = c < columns
-    first, second = _totals(parts, number, columns, c, in_c, MOST)
-    usual_mean = tl.load(running_mean + c, mask=in_c, other=0.0)
-    usual_var = tl.load(running_var + c, mask=in_c, other=1.0)
-    m = total
-    if MASKED:
-        m = total * tl.load(count)
-    some = m > 0
-    several = m > 1
-    m = tl.maximum(m, 1.0)
-    first /= m
-    mu = tl.where(some, usual_mean + first, usual_mean)
-    var = tl.where(some, tl.maximum(second / m - first * first, 0.0), usual_var)
-    tl.store(mean + c, mu - (tl.load(offset + c, mask=in_c, other=0.0) if OFFSET else 0.0), mask=in_c)
-    tl.store(invstd + c, 1.0 / tl.sqrt(var + eps), mask=in_c)
-    tl.store(running_mean + c, usual_mean + tl.where(some, momentum, 0.0) * (mu - usual_mean), mask=in_c)
-    unbiased = var * (m / tl.maximum(m - 1.0, 1.0))
-    tl.store(running_var + c, usual_var + tl.where(several, momentum, 0.0) * (unbiased - usual_var), mask=in_c)
-    if tl.program_id(0) == 0:
-        tl.store(tracked, tl.load(tracked) + some.to(tl.int64))
+    if _is_last(tickets, number, columns, BC):
+        total_first, total_second = _totals(parts, number, columns, c, in_c, BC)
+        usual_mean = tl.load(running_mean + c, mask=in_c, other=0.0)
+        usual_var = tl.load(running_var + c, mask=in_c, other=1.0)
+        m = total
+        if MASKED:
+            m = total * tl.load(count)
+        some = m > 0
+        several = m > 1
+        m = tl.maximum(m, 1.0)
+        distance = total_first / m
+        mu = tl.where(some, usual_mean + distance, usual_mean)
+        var = tl.where(some, tl.maximum(total_second / m - distance * distance, 0.0), usual_var)
+        tl.store(mean + c, mu - (tl.load(offset + c, mask=in_c, other=0.0) if OFFSET else 0.0), mask=in_c)
+        tl.store(invstd + c, 1.0 / tl.sqrt(var + eps), mask=in_c)
+        tl.store(running_mean + c, usual_mean + tl.where(some, momentum, 0.0) * (mu - usual_mean), mask=in_c)
+        unbiased = var * (m / tl.maximum(m - 1.0, 1.0))
+        tl.store(running_var + c, usual_var + tl.where(several, momentum, 0.0) * (unbiased - usual_var), mask=in_c)
+        group = tl.program_id(0) % tl.cdiv(columns, BC)
+        tl.store(behind + group, 0)
+        if group == 0:
+            tl.store(tracked, tl.load(tracked) + some.to(tl.int64))
 
 
 @DeviceKernel
@@ -184,10 +196,15 @@ def _gradient_behind(
 @DeviceKernel
 @triton.jit
 def _gradient_sum_kernel(
-    x, bits, dy, keep, mean, parts, rows, columns, space,
-    KEEP: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, level, slope,
+    rows, columns, space, total,
+    MASKED: tl.constexpr, KEEP: tl.constexpr, RELU: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ dz and Σ dz·(x − μ) over one part of the rows."""
+    """Computes the gradients of γ and β, and what dx needs: Σdz/m, Σdz·(x − μ)/(σ²·m).
+
+    Each program computes Σdz and Σdz·(x − μ) over every n-th tile; the last one does the rest.
+    """
     c, in_c, part, number = _share(columns, BC)
     mu = tl.load(mean + c, mask=in_c, other=0.0)
     first = tl.zeros([BR // 8, BC], tl.float32)
@@ -201,26 +218,16 @@ def _gradient_sum_kernel(
         first += tl.sum(_planes(dz, BR, BC), 0)
         second += tl.sum(_planes(dz * value, BR, BC), 0)
     _keep_part(parts, part, number, first, second, columns, c, in_c)
-
-
-@DeviceKernel
-@triton.jit
-def _gradient_statistics_kernel(
-    parts, count, invstd, d_weight, d_bias, level, slope, columns, number, total,
-    MASKED: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Computes the gradients of γ and β from the sums of all parts, and what dx needs: Σdz/m, Σdz·(x − μ)/(σ²·m)."""
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
-    in_c = c < columns
-    first, second = _totals(parts, number, columns, c, in_c, MOST)
-    inverse = tl.load(invstd + c, mask=in_c, other=0.0)
-    m = total
-    if MASKED:
-        m = tl.maximum(total * tl.load(count), 1.0)
-    tl.store(d_weight + c, second * inverse, mask=in_c)
-    tl.store(d_bias + c, first, mask=in_c)
-    tl.store(level + c, first / m, mask=in_c)
-    tl.store(slope + c, second * inverse * inverse / m, mask=in_c)
+    if _is_last(tickets, number, columns, BC):
+        total_first, total_second = _totals(parts, number, columns, c, in_c, BC)
+        inverse = tl.load(invstd + c, mask=in_c, other=0.0)
+        m = total
+        if MASKED:
+            m = tl.maximum(total * tl.load(count), 1.0)
+        tl.store(d_weight + c, total_second * inverse, mask=in_c)
+        tl.store(d_bias + c, total_first, mask=in_c)
+        tl.store(level + c, total_first / m, mask=in_c)
+        tl.store(slope + c, total_second * inverse * inverse / m, mask=in_c)
 
 
 @DeviceKernel
@@ -266,9 +273,7 @@ class _Matrix:
         self.tiles = (self.across * tiles,)
         self.sums = (self.across * self.parts,)
         self.bits = (tiles * self.high // 8, self.columns)  # one byte for eight rows of a tile
-        self.channels = (triton.cdiv(self.columns, CHANNELS_AT_ONCE),)
         self.settings = {"BR": self.high, "BC": self.wide, "num_warps": warps}
-        self.most = triton.next_power_of_2(self.parts)
 
 
 def infer(
@@ -313,6 +318,7 @@ class Normalise(torch.autograd.Function):
         count: Tensor | None,  # how many images count, float32 scalar
         # running mean, running variance and number of batches, updated in place
         running: tuple[Tensor, Tensor, Tensor],
+        tickets: Tensor,  # zeros, int32 of shape (c,), which no other launch uses meanwhile
         momentum: float,  # share of the batch in the running statistics
         eps: float,  # added to the variance
         relu: bool,  # whether to apply ReLU last
@@ -324,16 +330,11 @@ class Normalise(torch.autograd.Function):
         parts = torch.empty(2 * cut.parts, cut.columns, device=x.device)
         is_masked = mask is not None
         mask, count = (x, x) if mask is None or count is None else (mask, count)
+        total, behind = float(cut.space if is_masked else cut.rows), torch.empty_like(tickets)
         _sum_kernel[cut.sums](
-            x, mask, running[0], x if offset is None else offset, parts,
-            cut.rows, cut.columns, cut.space,
+            x, mask, count, x if offset is None else offset, parts, tickets, behind, mean, invstd, *running,
+            cut.rows, cut.columns, cut.space, total, momentum, eps,
             MASKED=is_masked, OFFSET=offset is not None, STAGES=STAGES, **cut.settings,
-        )  # fmt: skip
-        total = float(cut.space if is_masked else cut.rows)
-        _statistics_kernel[cut.channels](
-            parts, count, x if offset is None else offset, mean, invstd, *running,
-            cut.columns, cut.parts, total, momentum, eps,
-            MASKED=is_masked, OFFSET=offset is not None, MOST=cut.most, BC=CHANNELS_AT_ONCE,
         )  # fmt: skip
         bits = torch.empty(cut.bits, dtype=torch.uint8, device=x.device) if relu else None
         _normalise_kernel[cut.tiles](
@@ -343,25 +344,22 @@ class Normalise(torch.autograd.Function):
             BITS=relu, **cut.settings,
         )  # fmt: skip
         ctx.is_masked, ctx.relu, ctx.adds, ctx.total = is_masked, relu, add is not None, total
-        ctx.save_for_backward(x, bits, weight, keep, mask, count, mean, invstd)
+        ctx.save_for_backward(x, bits, weight, keep, mask, count, mean, invstd, behind)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of x, γ, β, offset and add."""
-        x, bits, weight, keep, mask, count, mean, invstd = ctx.saved_tensors
+        x, bits, weight, keep, mask, count, mean, invstd, tickets = ctx.saved_tensors
         cut, dy = _Matrix(x), dense(dy)
         keeps, keep, bits = keep is not None, x if keep is None else keep, x if bits is None else bits
         d_weight, d_bias, level, slope = torch.empty(4, cut.columns, device=x.device)
         parts = torch.empty(2 * cut.parts, cut.columns, device=x.device)
         _gradient_sum_kernel[cut.sums](
-            x, bits, dy, keep, mean, parts, cut.rows, cut.columns, cut.space,
-            KEEP=keeps, RELU=ctx.relu, STAGES=STAGES, **cut.settings,
-        )  # fmt: skip
-        _gradient_statistics_kernel[cut.channels](
-            parts, count, invstd, d_weight, d_bias, level, slope, cut.columns, cut.parts, ctx.total,
-            MASKED=ctx.is_masked, MOST=cut.most, BC=CHANNELS_AT_ONCE,
+            x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, level, slope,
+            cut.rows, cut.columns, cut.space, ctx.total,
+            MASKED=ctx.is_masked, KEEP=keeps, RELU=ctx.relu, STAGES=STAGES, **cut.settings,
         )  # fmt: skip
         dx = torch.empty_like(x)
         d_add = torch.empty_like(x) if ctx.adds else None
@@ -371,7 +369,7 @@ class Normalise(torch.autograd.Function):
             MASKED=ctx.is_masked, KEEP=keeps, ADD=ctx.adds, RELU=ctx.relu, **cut.settings,
         )  # fmt: skip
         d_offset = torch.zeros_like(d_bias) if ctx.needs_input_grad[3] else None
-        return dx, d_weight, d_bias, d_offset, d_add, *(None,) * 7
+        return dx, d_weight, d_bias, d_offset, d_add, *(None,) * 8
 
 
 def dense(x: Tensor) -> Tensor:
