@@ -22,9 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from ratp.functional.kernels.common import DeviceKernel
 
-# Warps of a program, fewer where these would not fill a device; values of a warp at a time (64 per thread); the most
-# columns of a tile.
-WARPS, FEWER_WARPS, VALUES, WIDEST = 4, 2, 2048, 64
+# Warps of a program, bytes of its tile for each of them (16 per thread and plane), and the most columns of the tile.
+WARPS, BYTES, WIDEST = 4, 4096, 64
 # How many programs run at once on a device, and how many tiles a sum loads at once.
 PROGRAMS, STAGES = 396, 1
 
@@ -265,15 +264,13 @@ class _Matrix:
         self.rows = x.shape[0] * self.space
         self.wide = min(WIDEST, triton.next_power_of_2(self.columns))
         self.across = triton.cdiv(self.columns, self.wide)
-        fills = self.rows * self.columns >= PROGRAMS * WARPS * VALUES
-        warps = WARPS if fills else FEWER_WARPS
-        self.high = warps * VALUES // self.wide
+        self.high = WARPS * BYTES // x.element_size() // self.wide
         tiles = triton.cdiv(self.rows, self.high)
         self.parts = triton.cdiv(tiles, triton.cdiv(tiles, max(1, PROGRAMS // self.across)))
         self.tiles = (self.across * tiles,)
         self.sums = (self.across * self.parts,)
         self.bits = (tiles * self.high // 8, self.columns)  # one byte for eight rows of a tile
-        self.settings = {"BR": self.high, "BC": self.wide, "num_warps": warps}
+        self.settings = {"BR": self.high, "BC": self.wide, "num_warps": WARPS}
 
 
 def infer(
