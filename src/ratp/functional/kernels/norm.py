@@ -195,12 +195,12 @@ def _gradient_behind(
 @DeviceKernel
 @triton.jit
 def _gradient_sum_kernel(
-    x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, level, slope,
+    x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, d_offset, level, slope,
     rows, columns, space, total,
     MASKED: tl.constexpr, KEEP: tl.constexpr, RELU: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of γ and β, and what dx needs: Σdz/m, Σdz·(x − μ)/(σ²·m).
+    """Computes the gradients of γ, β and the offset, and what dx needs: Σdz/m, Σdz·(x − μ)/(σ²·m).
 
     Each program computes Σdz and Σdz·(x − μ) over every n-th tile; the last one does the rest.
     """
@@ -225,6 +225,7 @@ def _gradient_sum_kernel(
             m = tl.maximum(total * tl.load(count), 1.0)
         tl.store(d_weight + c, total_second * inverse, mask=in_c)
         tl.store(d_bias + c, total_first, mask=in_c)
+        tl.store(d_offset + c, tl.zeros([BC], tl.float32), mask=in_c)
         tl.store(level + c, total_first / m, mask=in_c)
         tl.store(slope + c, total_second * inverse * inverse / m, mask=in_c)
 
@@ -351,10 +352,10 @@ class Normalise(torch.autograd.Function):
         x, bits, weight, keep, mask, count, mean, invstd, tickets = ctx.saved_tensors
         cut, dy = _Matrix(x), dense(dy)
         keeps, keep, bits = keep is not None, x if keep is None else keep, x if bits is None else bits
-        d_weight, d_bias, level, slope = torch.empty(4, cut.columns, device=x.device)
+        d_weight, d_bias, d_offset, level, slope = torch.empty(5, cut.columns, device=x.device)
         parts = torch.empty(2 * cut.parts, cut.columns, device=x.device)
         _gradient_sum_kernel[cut.sums](
-            x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, level, slope,
+            x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, d_offset, level, slope,
             cut.rows, cut.columns, cut.space, ctx.total,
             MASKED=ctx.is_masked, KEEP=keeps, RELU=ctx.relu, STAGES=STAGES, **cut.settings,
         )  # fmt: skip
@@ -365,8 +366,7 @@ class Normalise(torch.autograd.Function):
             cut.rows, cut.columns, cut.space,
             MASKED=ctx.is_masked, KEEP=keeps, ADD=ctx.adds, RELU=ctx.relu, **cut.settings,
         )  # fmt: skip
-        d_offset = torch.zeros_like(d_bias) if ctx.needs_input_grad[3] else None
-        return dx, d_weight, d_bias, d_offset, d_add, *(None,) * 8
+        return dx, d_weight, d_bias, d_offset if ctx.needs_input_grad[3] else None, d_add, *(None,) * 8
 
 
 def dense(x: Tensor) -> Tensor:
