@@ -72,6 +72,7 @@ class _RowMasked(_BatchNorm):
     """What both layers add to torch's."""
 
     _rows: _Rows | None = None
+    _tickets: Tensor | None = None  # what the kernels count finished programs with, zero between two launches
     _by_batch = 0  # how many batches the input concatenates, each with its own statistics; 0: torch's behaviour
 
     def forward(
@@ -117,8 +118,11 @@ class _RowMasked(_BatchNorm):
         elif x.numel() == x.shape[1]:
             raise ValueError(f"expected more than one value per channel while training, got {tuple(x.shape)}.")
         running = self.running_mean, self.running_var, self.num_batches_tracked
+        if self._tickets is None or self._tickets.device != x.device:
+            self._tickets = torch.zeros(self.num_features, dtype=torch.int32, device=x.device)
+        options = self._tickets, self.momentum, self.eps, relu
         return norm.Normalise.apply(  # type: ignore[no-any-return]
-            x, self.weight, self.bias, offset, add, keep, mask, count, running, self.momentum, self.eps, relu
+            x, self.weight, self.bias, offset, add, keep, mask, count, running, *options
         )
 
     def _normalised(self, x: Tensor) -> Tensor:

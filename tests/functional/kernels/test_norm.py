@@ -43,11 +43,11 @@ def plain(t, rows, options):
     return y.relu() if "relu" in options else y
 
 
-def fused(t, mask, options):
+def normalise(t, mask, count, tracked, options):
     from ratp.functional.kernels.norm import Normalise
 
-    tracked = torch.tensor(3, device=t["x"].device)
-    y = Normalise.apply(
+    tickets = t.setdefault("tickets", torch.zeros(t["x"].shape[1], dtype=torch.int32, device=t["x"].device))
+    return Normalise.apply(
         t["x"],
         t["weight"],
         t["bias"],
@@ -55,12 +55,18 @@ def fused(t, mask, options):
         t["add"] if "add" in options else None,
         t["keep"] if "keep" in options else None,
         mask,
-        None if mask is None else mask.sum(dtype=torch.float32),
+        count,
         (t["mean"], t["var"], tracked),
+        tickets,
         MOMENTUM,
         EPS,
         "relu" in options,
     )
+
+
+def fused(t, mask, options):
+    tracked = torch.tensor(3, device=t["x"].device)
+    y = normalise(t, mask, None if mask is None else mask.sum(dtype=torch.float32), tracked, options)
     assert tracked == 3 + (mask is None or bool(mask.any()))
     return y
 
@@ -127,15 +133,51 @@ def test_a_single_value_moves_the_mean_alone(device):
     assert torch.equal(t["var"], before["var"])
 
 
-def test_bfloat16_is_summed_in_single_precision(device):
-    t, exact = tensors((37, 16, 12, 11), device, torch.bfloat16), tensors((37, 16, 12, 11), device)
-    exact["x"] = t["x"].float()
-    got = fused(t, None, "relu")
-    expected = plain(exact, slice(None), "relu")
+@pytest.mark.parametrize("options", ["relu", "add relu"])
+def test_bfloat16_is_summed_in_single_precision(options, device):
+    t, exact = (tensors((37, 16, 12, 11), device, torch.bfloat16) for _ in range(2))
+    exact = {name: value.float() for name, value in exact.items()}
+    names = ["x", "weight", "bias", *(["add"] if "add" in options else [])]
+    for each in (t, exact):
+        for name in names:
+            each[name].requires_grad_()
+    got, expected = fused(t, None, options), plain(exact, slice(None), options)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), expected, rtol=1e-2, atol=1e-2)
     for name in ("mean", "var"):
         torch.testing.assert_close(t[name], exact[name], rtol=1e-4, atol=1e-4)
+    gradients = torch.autograd.grad(got, [t[name] for name in names], t["dy"])
+    wanted = torch.autograd.grad(expected, [exact[name] for name in names], exact["dy"])
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
+
+
+def test_one_layer_normalises_batches_of_several_sizes(device):
+    whole = tensors((96, 8, 13, 11), device)
+    for size in (96, 5, 64, 96):
+        t = {name: value[:size] if name in ("x", "dy") else value for name, value in whole.items()}
+        expected = plain(t | {"mean": t["mean"].clone(), "var": t["var"].clone()}, slice(size), "")
+        x = t["x"] = t["x"].clone().requires_grad_()
+        y = fused(t, None, "")
+        whole["tickets"] = t["tickets"]
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        first, second = (torch.autograd.grad(y, x, t["dy"], retain_graph=True) for _ in range(2))
+        assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(6, 5), (3, 70, 3, 3), (64, 8, 13, 11)], ids=["vectors", "channels", "parts"])
+def test_no_gradient_passes_where_the_result_is_not_positive(shape, dtype, device):
+    t = tensors(shape, device, dtype)
+    t["weight"][:2] *= 1e-7  # results that float16 rounds to zero
+    t["bias"][:2] = 0
+    t["add"][:, :2] = 0
+    t["x"][0, 2] = torch.nan
+    t["add"].requires_grad_()
+    y = fused(t, None, "add relu")
+    (d_add,) = torch.autograd.grad(y, t["add"], t["dy"])
+    assert torch.equal(d_add, torch.where(y > 0, t["dy"], 0))
+    assert y[:, 2].isnan().all() and 0 < (y > 0).float().mean() < 1
 
 
 def test_non_finite_values_are_not_hidden(device):
@@ -154,3 +196,33 @@ def test_a_mean_far_from_zero_costs_no_accuracy(device):
         each["mean"] += 299
     exact = {name: value.double() for name, value in exact.items()}
     torch.testing.assert_close(fused(t, None, "").double(), plain(exact, slice(None), ""), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(6, 5), (64, 70, 13, 11), (64, 512, 7, 7)], ids=["vectors", "channels", "wide"])
+def test_a_captured_step_gives_what_an_eager_one_gives(shape, dtype):
+    device = torch.device("cuda")
+    eager, captured = tensors(shape, device, dtype), tensors(shape, device, dtype)
+    rows = torch.arange(shape[0], device=device) % 3 != 1
+    count = rows.sum(dtype=torch.float32)
+
+    def step(t):
+        t["x"].requires_grad_()
+        y = normalise(t, rows, count, torch.zeros((), dtype=torch.int64, device=device), "keep add relu")
+        return y, *torch.autograd.grad(y, [t["x"]], t["dy"])
+
+    expected = [step(eager) for _ in range(4)][-1]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(captured)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(captured)
+    for _ in range(3):
+        graph.replay()
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+    for name in ("mean", "var"):
+        assert torch.equal(captured[name], eager[name])
