@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from ratp.functional import kernels
 from ratp.functional.norm import BatchNorm2d
 
 
@@ -49,6 +51,21 @@ class _Bottleneck(nn.Module):
         return cast(Tensor, self.bn3(self.conv3(out), add=identity, relu=True))
 
 
+class _MaxPool(nn.MaxPool2d):
+    """The stem's max pooling; on GPUs by a kernel of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the maxima."""
+        if not (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and kernels.usable(x.device)):
+            return cast(Tensor, super().forward(x))
+        from ratp.functional.kernels import pool
+
+        return pool.max_pool(x)
+
+
 class _ResNet(nn.Module):
     layer1: nn.Module
     layer2: nn.Module
@@ -58,7 +75,7 @@ class _ResNet(nn.Module):
     def __init__(self, block: type[_BasicBlock | _Bottleneck], depths: list[int]) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2d(64)
-        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        self.maxpool = _MaxPool()
         inputs = 64
         for number, depth in enumerate(depths):
             width, blocks = 64 * 2**number, []
