@@ -18,7 +18,14 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
-class _BasicBlock(nn.Module):
+class Block(nn.Module):
+    """A residual block."""
+
+    expansion: int
+    downsample: nn.Module | None
+
+
+class _BasicBlock(Block):
     expansion = 1
 
     def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
@@ -33,7 +40,7 @@ class _BasicBlock(nn.Module):
         return cast(Tensor, self.bn2(self.conv2(out), add=identity, relu=True))
 
 
-class _Bottleneck(nn.Module):
+class _Bottleneck(Block):
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
@@ -66,13 +73,15 @@ class _MaxPool(nn.MaxPool2d):
         return pool.max_pool(x)
 
 
-class _ResNet(nn.Module):
+class ResNet(nn.Module):
+    """A ResNet without its classifier."""
+
     layer1: nn.Module
     layer2: nn.Module
     layer3: nn.Module
     layer4: nn.Module
 
-    def __init__(self, block: type[_BasicBlock | _Bottleneck], depths: list[int]) -> None:
+    def __init__(self, block: type[Block], depths: list[int]) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2d(64)
         self.maxpool = _MaxPool()
@@ -93,12 +102,13 @@ class _ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the features of normalised images."""
         x = self.maxpool(self.bn1(self.conv1(x), relu=True))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return cast(Tensor, self.avgpool(x)).flatten(1)
 
 
-_BLOCKS: dict[str, tuple[type[_BasicBlock | _Bottleneck], list[int]]] = {
+_BLOCKS: dict[str, tuple[type[Block], list[int]]] = {
     "resnet18": (_BasicBlock, [2, 2, 2, 2]),
     "resnet50": (_Bottleneck, [3, 4, 6, 3]),
     "resnet101": (_Bottleneck, [3, 4, 23, 3]),
@@ -107,4 +117,4 @@ _BLOCKS: dict[str, tuple[type[_BasicBlock | _Bottleneck], list[int]]] = {
 
 def resnet(name: str) -> nn.Module:
     """Builds a ResNet without its classifier, with random weights from torch's generator."""
-    return _ResNet(*_BLOCKS[name])
+    return ResNet(*_BLOCKS[name])
