@@ -237,7 +237,8 @@ class Network(nn.Module):
 
     def folded(self) -> Network:
         """Returns a network that infers the same, faster: on a GPU a frozen copy (:mod:`.folded`), else this one."""
-        if not kernels.usable(self.prototypes.device):
+        device = self.prototypes.device
+        if not (device.type == "cuda" and kernels.usable(device)):
             return self
         from ratp.networks.folded import fold
 

@@ -20,7 +20,7 @@ from ratp.functional.kernels.common import DeviceKernel
 from ratp.functional.kernels.norm import dense
 
 # Values per program, the most columns of a tile, and warps per program.
-TILE, WIDEST, WARPS = 2048, 64, 4
+TILE, WIDEST, WARPS = 2048, 64, 8
 
 
 @triton.jit
