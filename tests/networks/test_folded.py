@@ -92,6 +92,18 @@ def test_a_kernel_that_cudnn_lacks_is_replaced(monkeypatch):
     assert_same(network, images, 1e-4)
 
 
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nothing_comes_from_memory_that_was_used_before(precision):
+    network, images = trained(precision, backbone="resnet18")
+    found = fold(network)
+    with torch.no_grad():
+        expected = found(images).logits
+        used = [torch.full((2**k,), torch.nan, device=DEVICE) for k in range(8, 22) for _ in range(8)]
+        del used
+        torch.testing.assert_close(found(images).logits, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_foreign_backbones_keep_their_layers():
     with Randomness(0).scope("network"):
         network = Network(NetworkConfig("torchvision:resnet18", **SMALL), 5)
