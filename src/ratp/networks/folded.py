@@ -1,7 +1,7 @@
 """Networks that only infer, on a GPU: each BatchNorm becomes part of the convolution before it.
 
-γ/σ goes into the weights, the rest into a bias; both are in bfloat16 where the network computes in it. One kernel of
-cuDNN then computes the convolution, bias, addition and ReLU.
+γ/σ goes into the weights, the rest into a bias; both are in bfloat16 where the network computes in it. One kernel then
+computes a convolution, bias, addition and ReLU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ratp.networks.resnet import Block, ResNet
 if TYPE_CHECKING:
     from ratp.networks.network import Network
 
-# Whether cuDNN adds and applies ReLU; otherwise the kernel of BatchNorm does, in a pass of its own.
-FUSE = True
+# Whether 1×1 convolutions run in a kernel of this package, and the others in one of cuDNN that adds and applies ReLU;
+# otherwise the kernel of BatchNorm does this in a pass of its own.
+POINTWISE, FUSE = True, True
 _Window = tuple[tuple[int, ...], tuple[int, ...]]  # stride and padding
 
 
@@ -49,7 +50,15 @@ class FoldedConvolution(nn.Module):
         return self._compute(x, add, relu) if x.ndim == 4 else self._compute(x[:, :, None, None], add, relu).flatten(1)
 
     def _compute(self, x: Tensor, add: Tensor | None, relu: bool) -> Tensor:
-        if relu and x.is_cuda and self._fuses:
+        if self.bias is None or not (relu and x.is_cuda):
+            y = F.conv2d(x, self._weight, self.bias, *self._window)
+            y = y if add is None else y + add
+            return F.relu(y) if relu else y
+        from ratp.functional.kernels import norm, pointwise
+
+        if POINTWISE and self._window == ((1, 1), (0, 0)) and pointwise.fits(x, self._weight):
+            return pointwise.pointwise(x, self._weight, self.bias, add)
+        if self._fuses:
             where = *self._window, (1, 1), 1
             try:
                 if add is None:
@@ -57,12 +66,6 @@ class FoldedConvolution(nn.Module):
                 return torch.cudnn_convolution_add_relu(x, self._weight, add, 1.0, self.bias, *where)
             except RuntimeError:  # cuDNN has no such kernel
                 self._fuses = False
-        if self.bias is None or not (relu and x.is_cuda):
-            y = F.conv2d(x, self._weight, self.bias, *self._window)
-            y = y if add is None else y + add
-            return F.relu(y) if relu else y
-        from ratp.functional.kernels import norm
-
         y = F.conv2d(x, self._weight, None, *self._window)
         return norm.infer(y, self._zero, self._one, self._one, self.bias, 0.0, add=add, relu=True)
 

@@ -1,0 +1,65 @@
+"""1×1 convolutions in bfloat16 with bias, addition and ReLU: y = relu(x·Wᵀ + b + add); without a gradient.
+
+Maps are matrices with a row per pixel and a column per channel, which is the memory layout ``channels_last``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ratp.functional.kernels.common import DeviceKernel
+from ratp.functional.kernels.norm import dense
+
+# Rows, most columns and inputs of a tile; warps and stages.
+ROWS, COLUMNS, INPUTS, WARPS, STAGES = 128, 128, 64, 8, 3
+
+
+@DeviceKernel
+@triton.jit
+def _pointwise_kernel(
+    x, weight, bias, add, y, rows,
+    K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = N // BC  # programs of the same rows are neighbours and find x in the cache
+    r = tl.program_id(0) // across * BR + tl.arange(0, BR)
+    c = tl.program_id(0) % across * BC + tl.arange(0, BC)
+    k = tl.arange(0, BK)
+    inside = (r < rows)[:, None]
+    left = x + r[:, None].to(tl.int64) * K + k[None, :]
+    right = weight + c[None, :] * K + k[:, None]
+    total = tl.zeros([BR, BC], tl.float32)
+    for start in range(0, K, BK):
+        total = tl.dot(tl.load(left + start, mask=inside, other=0.0), tl.load(right + start), total)
+    at = r[:, None].to(tl.int64) * N + c[None, :]
+    total += tl.load(bias + c).to(tl.float32)[None, :]
+    if ADD:
+        total += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.where(total > 0, total, tl.where(total <= 0, 0.0, total))  # NaN stays NaN
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel covers this: whole tiles of a 1×1 kernel in bfloat16."""
+    outputs, inputs, *window = weight.shape
+    return window == [1, 1] and x.dtype == torch.bfloat16 and inputs % INPUTS == 0 and outputs % min(COLUMNS, 64) == 0
+
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None = None) -> Tensor:
+    """Computes this for maps (n, c, height, width) and weights (outputs, c, 1, 1)."""
+    x = dense(x)
+    outputs, inputs = weight.shape[:2]
+    rows = x.numel() // inputs
+    y = torch.empty(
+        x.shape[0], outputs, *x.shape[2:], dtype=x.dtype, device=x.device, memory_format=torch.channels_last
+    )
+    wide = COLUMNS if outputs % COLUMNS == 0 else 64
+    _pointwise_kernel[(triton.cdiv(rows, ROWS) * (outputs // wide),)](
+        x, weight, bias, x if add is None else dense(add), y, rows,
+        K=inputs, N=outputs, ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return y
