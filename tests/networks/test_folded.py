@@ -85,6 +85,16 @@ def test_where_kernels_do_not_run_nothing_is_folded():
 
 
 @needs_gpu
+def test_without_kernels_a_residual_network_infers_the_same():
+    network, images = trained("bf16", backbone="resnet50")
+    with torch.no_grad():
+        found = network(images).logits
+        with kernels.plain():
+            expected = network(images).logits
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2 * expected.abs().max().item())
+
+
+@needs_gpu
 def test_a_kernel_that_cudnn_lacks_is_replaced(monkeypatch):
     def refuse(*_):
         raise RuntimeError("Unable to find an engine to execute this computation")

@@ -56,8 +56,9 @@ class FoldedConvolution(nn.Module):
             return F.relu(y) if relu else y
         from ratp.functional.kernels import norm, pointwise
 
-        if POINTWISE and self._window == ((1, 1), (0, 0)) and pointwise.fits(x, self._weight):
-            return pointwise.pointwise(x, self._weight, self.bias, add)
+        given = self._zero, self._one, self._one, self.bias, 0.0
+        if POINTWISE and pointwise.fits(x, self._weight, self._window[0]):
+            return pointwise.infer(x, self._weight, *given, add)
         if self._fuses:
             where = *self._window, (1, 1), 1
             try:
@@ -67,7 +68,7 @@ class FoldedConvolution(nn.Module):
             except RuntimeError:  # cuDNN has no such kernel
                 self._fuses = False
         y = F.conv2d(x, self._weight, None, *self._window)
-        return norm.infer(y, self._zero, self._one, self._one, self.bias, 0.0, add=add, relu=True)
+        return norm.infer(y, *given, add=add, relu=True)
 
 
 def fold(network: Network) -> Network:

@@ -1,4 +1,4 @@
-"""1×1 convolutions in bfloat16 with bias, addition and ReLU: y = relu(x·Wᵀ + b + add); without a gradient.
+"""1×1 convolutions that only infer, with BatchNorm, addition and ReLU: y = relu(γ·(x·Wᵀ − μ)/σ + β + add).
 
 Maps are matrices with a row per pixel and a column per channel, which is the memory layout ``channels_last``.
 """
@@ -20,7 +20,7 @@ ROWS, COLUMNS, INPUTS, WARPS, STAGES = 128, 128, 64, 8, 3
 @DeviceKernel
 @triton.jit
 def _pointwise_kernel(
-    x, weight, bias, add, y, rows,
+    x, weight, mean, variance, gamma, beta, add, y, rows, eps,
     K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -34,23 +34,35 @@ def _pointwise_kernel(
     total = tl.zeros([BR, BC], tl.float32)
     for start in range(0, K, BK):
         total = tl.dot(tl.load(left + start, mask=inside, other=0.0), tl.load(right + start), total)
+    scale = tl.load(gamma + c) / tl.sqrt(tl.load(variance + c) + eps)
+    shift = tl.load(beta + c) - tl.load(mean + c) * scale
+    total = total * scale[None, :] + shift[None, :]
     at = r[:, None].to(tl.int64) * N + c[None, :]
-    total += tl.load(bias + c).to(tl.float32)[None, :]
     if ADD:
         total += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
     total = tl.where(total > 0, total, tl.where(total <= 0, 0.0, total))  # NaN stays NaN
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether the kernel covers this: whole tiles of a 1×1 kernel in bfloat16."""
     outputs, inputs, *window = weight.shape
-    return window == [1, 1] and x.dtype == torch.bfloat16 and inputs % INPUTS == 0 and outputs % min(COLUMNS, 64) == 0
+    plain = window == [1, 1] and stride == (1, 1) and x.dtype == torch.bfloat16
+    return plain and inputs % INPUTS == 0 and outputs % min(COLUMNS, 64) == 0
 
 
-def pointwise(x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None = None) -> Tensor:
-    """Computes this for maps (n, c, height, width) and weights (outputs, c, 1, 1)."""
-    x = dense(x)
+def infer(
+    x: Tensor,  # shape (n, inputs, height, width)
+    weight: Tensor,  # shape (outputs, inputs, 1, 1)
+    mean: Tensor,
+    variance: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    add: Tensor | None = None,  # shape (n, outputs, height, width)
+) -> Tensor:
+    """Computes all of this with given statistics; records no gradient."""
+    x, weight = dense(x), weight.to(x.dtype)
     outputs, inputs = weight.shape[:2]
     rows = x.numel() // inputs
     y = torch.empty(
@@ -58,8 +70,7 @@ def pointwise(x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None = None
     )
     wide = COLUMNS if outputs % COLUMNS == 0 else 64
     _pointwise_kernel[(triton.cdiv(rows, ROWS) * (outputs // wide),)](
-        x, weight, bias, x if add is None else dense(add), y, rows,
-        K=inputs, N=outputs, ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS,
-        num_warps=WARPS, num_stages=STAGES,
+        x, weight, mean, variance, gamma, beta, x if add is None else dense(add), y, rows, eps,
+        K=inputs, N=outputs, ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return y
