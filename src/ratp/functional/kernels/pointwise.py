@@ -13,8 +13,8 @@ from torch import Tensor
 from ratp.functional.kernels.common import DeviceKernel
 from ratp.functional.kernels.norm import dense
 
-# Rows, most columns and inputs of a tile; warps and stages.
-ROWS, COLUMNS, INPUTS, WARPS, STAGES = 128, 128, 64, 8, 3
+# Rows, most columns and inputs of a tile; warps, stages and registers, so few that two programs share a multiprocessor.
+ROWS, COLUMNS, INPUTS, WARPS, STAGES, REGISTERS = 128, 128, 64, 8, 3, 128
 
 
 @DeviceKernel
@@ -71,6 +71,7 @@ def infer(
     wide = COLUMNS if outputs % COLUMNS == 0 else 64
     _pointwise_kernel[(triton.cdiv(rows, ROWS) * (outputs // wide),)](
         x, weight, mean, variance, gamma, beta, x if add is None else dense(add), y, rows, eps,
-        K=inputs, N=outputs, ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS, num_warps=WARPS, num_stages=STAGES,
+        K=inputs, N=outputs, ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS,
+        num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
     return y
