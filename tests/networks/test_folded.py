@@ -125,7 +125,7 @@ def test_foreign_backbones_keep_their_layers():
 
 
 @needs_gpu
-@pytest.mark.parametrize("backbone", ["dtn", "resnet18"])
+@pytest.mark.parametrize("backbone", ["dtn", "resnet50"])
 def test_it_can_be_captured(backbone):
     network, images = trained("bf16", backbone=backbone)
     found = network.folded()
