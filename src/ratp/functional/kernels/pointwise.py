@@ -20,24 +20,23 @@ ROWS, COLUMNS, INPUTS, WARPS, STAGES, REGISTERS = 128, 128, 64, 8, 3, 128
 @DeviceKernel
 @triton.jit
 def _pointwise_kernel(
-    x, weight, mean, variance, gamma, beta, add, y, rows, eps,
-    K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    x, weight, mean, variance, gamma, beta, add, y, rows, inputs, outputs, eps,
+    ADD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    across: tl.constexpr = N // BC  # programs of the same rows are neighbours and find x in the cache
+    across = outputs // BC  # programs of the same rows are neighbours and find x in the cache
     r = tl.program_id(0) // across * BR + tl.arange(0, BR)
     c = tl.program_id(0) % across * BC + tl.arange(0, BC)
     k = tl.arange(0, BK)
     inside = (r < rows)[:, None]
-    left = x + r[:, None].to(tl.int64) * K + k[None, :]
-    right = weight + c[None, :] * K + k[:, None]
+    left = x + r[:, None].to(tl.int64) * inputs + k[None, :]
+    right = weight + c[None, :] * inputs + k[:, None]
     total = tl.zeros([BR, BC], tl.float32)
-    for start in range(0, K, BK):
+    for start in range(0, inputs, BK):
         total = tl.dot(tl.load(left + start, mask=inside, other=0.0), tl.load(right + start), total)
     scale = tl.load(gamma + c) / tl.sqrt(tl.load(variance + c) + eps)
     shift = tl.load(beta + c) - tl.load(mean + c) * scale
     total = total * scale[None, :] + shift[None, :]
-    at = r[:, None].to(tl.int64) * N + c[None, :]
+    at = r[:, None].to(tl.int64) * outputs + c[None, :]
     if ADD:
         total += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
     total = tl.where(total > 0, total, tl.where(total <= 0, 0.0, total))  # NaN stays NaN
@@ -70,8 +69,8 @@ def infer(
     )
     wide = COLUMNS if outputs % COLUMNS == 0 else 64
     _pointwise_kernel[(triton.cdiv(rows, ROWS) * (outputs // wide),)](
-        x, weight, mean, variance, gamma, beta, x if add is None else dense(add), y, rows, eps,
-        K=inputs, N=outputs, ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS,
+        x, weight, mean, variance, gamma, beta, x if add is None else dense(add), y, rows, inputs, outputs, eps,
+        ADD=add is not None, BR=ROWS, BC=wide, BK=INPUTS,
         num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
     return y
