@@ -190,6 +190,7 @@ class ARCPhase(NetworkPhase):
         setting, config = method.setting, method.config
         super().__init__(method, images, labels)
         self._method, self._config, self._device, self._old = method, config, setting.device, method.old
+        self._teacher = None if method.old is None else method.old.folded()
         self._augmentation = setting.generator("randmix", method.stage)
         self.generators = *self.generators, self._augmentation
         self._class_mix: ClassMix | None = None
@@ -276,7 +277,7 @@ class ARCPhase(NetworkPhase):
     @torch.no_grad()
     def _old_output(self, inputs: Inputs) -> Output | None:
         """Passes them through the old model; None: nothing is distilled."""
-        return None if self._old is None or not self._config.distill else self._old(inputs.images)
+        return None if self._teacher is None or not self._config.distill else self._teacher(inputs.images)
 
     def _consistency(self, logits: Tensor, inputs: Inputs) -> Tensor:
         """Compares the predictions for images and their copies; those for images are constants, but for JS."""

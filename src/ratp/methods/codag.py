@@ -159,7 +159,7 @@ class KeeperPhase(SelNLPLPhase):
 
     def __init__(self, method: CoDAG, images: Tensor, adapter: Network) -> None:
         super().__init__(method, images, all_groups(method.network, method.config.backbone_rate), "keeper")
-        self._adapter, self._old = adapter, method.network.frozen_copy()
+        self._adapter, self._old = adapter, method.network.frozen_copy().folded()
 
     def label(self) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Returns the adapter's labels, or the keeper's if the adapter has collapsed."""

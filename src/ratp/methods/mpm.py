@@ -258,7 +258,7 @@ class GeneralisationPhase(SelNLPLPhase):
     def __init__(self, method: MPM, images: Tensor) -> None:
         groups = extractor_groups(method.network, method.config.backbone_rate)
         super().__init__(method, images, groups, "generalisation")
-        self._method, self._old = method, method.network.frozen_copy()
+        self._method, self._old = method, method.network.frozen_copy().folded()
         self._old_heads = list(method.heads)[:LAST]
         self._through_own = method.config.learns_through == "own"
 

@@ -219,6 +219,7 @@ class RaTPPhase(NetworkPhase):
         setting, config = method.setting, method.config
         super().__init__(method, images, labels, replay=config.memory.replay == "union")
         self._method, self._config, self._device, self._old = method, config, setting.device, method.old
+        self._teacher = None if method.old is None else method.old.folded()
         self._images, self._labels = self.batches.images, self.batches.labels
         self._target_labels = None if target_labels is None else target_labels.to(self._device)
         self._prototypes = torch.zeros(len(setting.classes), self.network.config.dim, device=self._device)
@@ -347,11 +348,11 @@ class RaTPPhase(NetworkPhase):
 
     def _old_output(self, batch: Batch, inputs: Inputs) -> Output | None:
         """Passes the images to distil from through the old model; None: nothing is distilled."""
-        if self._old is None or not self._config.distill.weight:
+        if self._teacher is None or not self._config.distill.weight:
             return None
         pick, _ = self._distilled_rows(batch, inputs)
         with torch.no_grad():
-            return self._old(pick(inputs.images))
+            return self._teacher(pick(inputs.images))
 
     # Losses.
 

@@ -73,10 +73,8 @@ class DTN(nn.Sequential):
         for index, layer in enumerate(layers):
             if isinstance(layer, nn.Conv2d) and x.is_cuda and kernels.usable(x.device):
                 x, bias = F.conv2d(x, layer.weight, None, layer.stride, layer.padding), layer.bias
-            elif isinstance(layer, BatchNorm2d):
-                dropout, last = layers[index + 1 : index + 3]
-                assert isinstance(dropout, ChannelDropout)
-                x = layer(x, offset=bias, keep=dropout.draw(x), relu=_is_plain_relu(last))
+            elif index + 2 < len(layers) and isinstance(dropout := layers[index + 1], ChannelDropout):
+                x = layer(x, offset=bias, keep=dropout.draw(x), relu=_is_plain_relu(layers[index + 2]))
             elif not (isinstance(layer, ChannelDropout) or _is_plain_relu(layer)):
                 x = layer(x)
         return x

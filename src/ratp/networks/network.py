@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ratp._core.environment import Precision
 from ratp.config import switch
 from ratp.errors import ConfigError
+from ratp.functional import kernels
 from ratp.functional.losses import scores
 from ratp.functional.norm import BatchNorm1d
 from ratp.networks.backbones import ChannelDropout, check_backbone, make_backbone
@@ -233,6 +234,15 @@ class Network(nn.Module):
     def frozen_copy(self) -> Network:
         """Copies the network in evaluation mode, without gradients."""
         return deepcopy(self).eval().requires_grad_(False)
+
+    def folded(self) -> Network:
+        """Returns a network that infers the same, faster: on a GPU a frozen copy (:mod:`.folded`), else this one."""
+        device = self.prototypes.device
+        if not (device.type == "cuda" and kernels.usable(device)):
+            return self
+        from ratp.networks.folded import fold
+
+        return fold(self)
 
 
 def _first_modules(backbone: nn.Module, config: NetworkConfig) -> list[nn.Module]:

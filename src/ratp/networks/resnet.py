@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from ratp.functional import kernels
 from ratp.functional.norm import BatchNorm2d
 
 
@@ -16,7 +18,25 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
-class _BasicBlock(nn.Module):
+def _normalised(conv: nn.Conv2d, norm: BatchNorm2d, x: Tensor, add: Tensor | None = None) -> Tensor:
+    """Computes a convolution, BatchNorm, an addition and ReLU; on GPUs one kernel infers with 1×1 convolutions."""
+    if type(norm) is BatchNorm2d and not (norm.training or torch.is_grad_enabled()) and norm.fuses(x):
+        from ratp.functional.kernels import pointwise
+
+        if pointwise.fits(x, conv.weight, conv.stride):
+            given = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var), norm.weight, norm.bias, norm.eps
+            return pointwise.infer(x, conv.weight, *given, add)
+    return cast(Tensor, norm(conv(x), add=add, relu=True))
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    expansion: int
+    downsample: nn.Module | None
+
+
+class _BasicBlock(Block):
     expansion = 1
 
     def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
@@ -31,7 +51,7 @@ class _BasicBlock(nn.Module):
         return cast(Tensor, self.bn2(self.conv2(out), add=identity, relu=True))
 
 
-class _Bottleneck(nn.Module):
+class _Bottleneck(Block):
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int, downsample: nn.Module | None) -> None:
@@ -44,21 +64,38 @@ class _Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
-        out = self.bn1(self.conv1(x), relu=True)
+        out = _normalised(self.conv1, self.bn1, x)
         out = self.bn2(self.conv2(out), relu=True)
-        return cast(Tensor, self.bn3(self.conv3(out), add=identity, relu=True))
+        return _normalised(self.conv3, self.bn3, out, identity)
 
 
-class _ResNet(nn.Module):
+class _MaxPool(nn.MaxPool2d):
+    """The stem's max pooling; on GPUs by a kernel of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the maxima."""
+        if not (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and kernels.usable(x.device)):
+            return cast(Tensor, super().forward(x))
+        from ratp.functional.kernels import pool
+
+        return pool.max_pool(x)
+
+
+class ResNet(nn.Module):
+    """A ResNet without its classifier."""
+
     layer1: nn.Module
     layer2: nn.Module
     layer3: nn.Module
     layer4: nn.Module
 
-    def __init__(self, block: type[_BasicBlock | _Bottleneck], depths: list[int]) -> None:
+    def __init__(self, block: type[Block], depths: list[int]) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2d(64)
-        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        self.maxpool = _MaxPool()
         inputs = 64
         for number, depth in enumerate(depths):
             width, blocks = 64 * 2**number, []
@@ -76,12 +113,13 @@ class _ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the features of normalised images."""
         x = self.maxpool(self.bn1(self.conv1(x), relu=True))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return cast(Tensor, self.avgpool(x)).flatten(1)
 
 
-_BLOCKS: dict[str, tuple[type[_BasicBlock | _Bottleneck], list[int]]] = {
+_BLOCKS: dict[str, tuple[type[Block], list[int]]] = {
     "resnet18": (_BasicBlock, [2, 2, 2, 2]),
     "resnet50": (_Bottleneck, [3, 4, 6, 3]),
     "resnet101": (_Bottleneck, [3, 4, 23, 3]),
@@ -90,4 +128,4 @@ _BLOCKS: dict[str, tuple[type[_BasicBlock | _Bottleneck], list[int]]] = {
 
 def resnet(name: str) -> nn.Module:
     """Builds a ResNet without its classifier, with random weights from torch's generator."""
-    return _ResNet(*_BLOCKS[name])
+    return ResNet(*_BLOCKS[name])
