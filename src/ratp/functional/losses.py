@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ratp.config import switch
+from ratp.functional import kernels
 
 # Largest number of products that are summed elementwise instead of by a matrix product.
 FEW = 2**20
@@ -211,6 +212,36 @@ def _to_negatives(
     if valid is not None:
         repels = repels & valid[None, :]
     return (scale * products).masked_fill(~repels, -math.inf)
+
+
+def fused_terms(
+    output: tuple[Tensor, Tensor],  # embedding and logits
+    labels: Tensor,
+    valid: Tensor | None,
+    prototypes: Tensor,
+    old_prototypes: Tensor | None,
+    teacher: Tensor | None,  # logits to distil from; None: nothing is distilled
+    pca: PCAConfig,
+    weights: tuple[float, float],  # of distillation and consistency
+) -> dict[str, Tensor]:
+    """Computes ``ce``, ``pca``, ``distill`` and ``consistency`` in a few kernels; empty where these do not apply.
+
+    They are weighted averages over the rows that count. Consistency, absent if its weight is 0, is the distillation
+    from the first half of the batch, which are images, to the second half, their copies.
+    """
+    if not pca.weight or pca.form != "stable" or not kernels.usable(labels.device):
+        return {}
+    from ratp.functional.kernels.losses import Terms, fits
+
+    if not fits(*output):
+        return {}
+    old = old_prototypes if pca.old_weight else None
+    scale = pca.scale if pca.similarity == "cosine" else None
+    threshold = NEGATIVE_THRESHOLD if pca.negatives == "positive" else None
+    switches = scale, threshold, pca.old_weight or 1.0, (pca.weight, *weights)
+    names = ["ce", "pca", *(["distill"] if teacher is not None else []), *(["consistency"] if weights[1] else [])]
+    found = Terms.apply(*output, prototypes, old, teacher, labels, valid, *switches)
+    return dict(zip(names, found, strict=True))
 
 
 def supervised_contrastive(
