@@ -355,7 +355,8 @@ class RaTPPhase(NetworkPhase):
     def _fused(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
         """Computes the loss terms in a few kernels; empty where there are none for these switches or this device."""
         config = self._config
-        if config.alignment != "pca" or config.distill != DistillConfig(weight=config.distill.weight):
+        special = config.alignment != "pca" or config.distill != DistillConfig(weight=config.distill.weight)
+        if special or not self._static:
             return {}
         prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
         teacher, weights = None if old is None else old.logits, (config.distill.weight, 0.0)
