@@ -21,7 +21,7 @@ from ratp.functional.kernels.common import DeviceKernel
 # The largest batch, embedding and number of classes: what a program holds at a time.
 MOST_ROWS, MOST_DIM, MOST_CLASSES = 1024, 1024, 512
 # Values per tile, the fewest of a row in it, and warps per program: forward and backward.
-TILE, NARROWEST, WARPS = 8192, 16, 8
+TILE, NARROWEST, WARPS = 4096, 8, 8
 GRADIENT_TILE, GRADIENT_WARPS = 8192, 8
 # Shortest length that vectors are divided by, as in torch.nn.functional.normalize.
 SHORTEST = tl.constexpr(1e-12)
