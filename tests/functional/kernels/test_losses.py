@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ratp.functional import kernels
+from ratp.functional import kernels, losses
 from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
@@ -149,6 +149,17 @@ def test_nan_stays_nan_in_a_row_that_counts_and_is_ignored_in_others(device):
     with torch.no_grad():
         b.embedding[0, 0] = b.logits[0, 0] = float("nan")
     assert all(term.isnan() for term in fused(b, names, PCAConfig()).values())
+
+
+@pytest.mark.parametrize(("rows", "dim", "classes"), [(9, 6, 4), (1, 1, 1), (5, 130, 19)])
+def test_scores(rows, dim, classes, device):
+    b = batch(rows, dim, classes, device)
+    expected = (b.embedding.double() @ b.prototypes.double().T).float()
+    wanted = torch.autograd.grad(expected, (b.embedding, b.prototypes), b.teacher)
+    product = losses._Scores.apply(b.embedding, b.prototypes)
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(product, (b.embedding, b.prototypes), b.teacher)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("switches", [{"form": "published"}, {"weight": 0.0}])

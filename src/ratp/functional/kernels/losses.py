@@ -200,6 +200,62 @@ def _gradient_kernel(
     tl.store(d_logits + row * k + c, slope.to(d_logits.dtype.element_ty), mask=in_k)
 
 
+@DeviceKernel
+@triton.jit
+def _score_kernel(
+    features, vectors, scores, k, DIM: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    """Computes the products of one row of features with all vectors."""
+    i = tl.program_id(0)
+    c = tl.arange(0, K)
+    products, _ = _compare(features + i * DIM, vectors, k, DIM, K, X)
+    tl.store(scores + i * k + c, products, mask=c < k)
+
+
+@DeviceKernel
+@triton.jit
+def _score_gradient_kernel(
+    features, vectors, slopes, d_features, d_vectors, n, k, DIM: tl.constexpr, R: tl.constexpr, X: tl.constexpr,
+):  # fmt: skip
+    """Computes the gradient of one row of features, or of one vector."""
+    row = tl.program_id(0)
+    x = tl.arange(0, X)
+    total = tl.zeros([R, X], tl.float32)
+    if row < n:
+        for start in range(0, k, R):
+            r = start + tl.arange(0, R)
+            total += _weighted(vectors, tl.load(slopes + row * k + r, mask=r < k, other=0.0), r, r < k, x, DIM)
+        tl.store(d_features + row * DIM + x, tl.sum(total, 0), mask=x < DIM)
+    else:
+        for start in range(0, n, R):
+            r = start + tl.arange(0, R)
+            total += _weighted(features, tl.load(slopes + r * k + row - n, mask=r < n, other=0.0), r, r < n, x, DIM)
+        tl.store(d_vectors + (row - n) * DIM + x, tl.sum(total, 0), mask=x < DIM)
+
+
+def score(features: Tensor, vectors: Tensor) -> Tensor:
+    """Computes f·Wᵀ, shape (n, k), of few float32 features (n, d) and vectors (k, d)."""
+    (n, dim), k = features.shape, len(vectors)
+    result, classes = features.new_empty(n, k), max(16, triton.next_power_of_2(k))
+    _score_kernel[(n,)](
+        features.contiguous(), vectors.contiguous(), result, k, DIM=dim, K=classes, X=_across(classes, dim)
+    )  # fmt: skip
+    return result
+
+
+def score_gradient(slopes: Tensor, features: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of features and vectors from that of their scores, shape (n, k)."""
+    features, vectors, slopes = features.contiguous(), vectors.contiguous(), slopes.contiguous()
+    d_features, d_vectors = torch.empty_like(features), torch.empty_like(vectors)
+    (n, dim), k = features.shape, len(vectors)
+    across = triton.next_power_of_2(dim)
+    _score_gradient_kernel[(n + k,)](
+        features, vectors, slopes, d_features, d_vectors, n, k,
+        DIM=dim, R=max(1, GRADIENT_TILE // across), X=across, num_warps=GRADIENT_WARPS,
+    )  # fmt: skip
+    return d_features, d_vectors
+
+
 def fits(embedding: Tensor, logits: Tensor) -> bool:
     """Whether a program can hold what it needs of a batch."""
     return len(embedding) <= MOST_ROWS and embedding.shape[1] <= MOST_DIM and logits.shape[1] <= MOST_CLASSES
