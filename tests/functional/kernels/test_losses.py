@@ -107,7 +107,8 @@ def test_sizes(rows, dim, classes, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("rows", "dim", "classes"), [(128, 256, 10), (128, 128, 10), (128, 256, 345), (600, 1000, 65)])
 def test_real_sizes(rows, dim, classes, device):
-    assert_same(batch(rows, dim, classes, device, masked=True), "old distill consistency")
+    # all negatives: among so many pairs, rounding may bring one to the other side of the threshold
+    assert_same(batch(rows, dim, classes, device, masked=True), "old distill consistency", negatives="all")
 
 
 def test_other_types(device):
