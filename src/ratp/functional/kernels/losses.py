@@ -1,4 +1,4 @@
-"""Cross-entropy, prototype contrastive alignment (PCA), distillation and consistency of a batch, in a few kernels.
+"""Scores of classes, and cross-entropy, prototype contrastive alignment (PCA), distillation and consistency of a batch.
 
 One program compares one row with all rows, prototypes and old prototypes. It keeps the row's losses, their gradients
 with respect to its logits, and PCA's with respect to its products. The backward pass turns these into the gradients of
@@ -202,9 +202,7 @@ def _gradient_kernel(
 
 @DeviceKernel
 @triton.jit
-def _score_kernel(
-    features, vectors, scores, k, DIM: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
-):  # fmt: skip
+def _score_kernel(features, vectors, scores, k, DIM: tl.constexpr, K: tl.constexpr, X: tl.constexpr):
     """Computes the products of one row of features with all vectors."""
     i = tl.program_id(0)
     c = tl.arange(0, K)
@@ -237,9 +235,8 @@ def score(features: Tensor, vectors: Tensor) -> Tensor:
     """Computes f·Wᵀ, shape (n, k), of few float32 features (n, d) and vectors (k, d)."""
     (n, dim), k = features.shape, len(vectors)
     result, classes = features.new_empty(n, k), max(16, triton.next_power_of_2(k))
-    _score_kernel[(n,)](
-        features.contiguous(), vectors.contiguous(), result, k, DIM=dim, K=classes, X=_across(classes, dim)
-    )  # fmt: skip
+    tile = {"K": classes, "X": _across(classes, dim)}
+    _score_kernel[(n,)](features.contiguous(), vectors.contiguous(), result, k, DIM=dim, **tile)
     return result
 
 
