@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ratp.functional import optim
 from ratp.functional.optim import SGDConfig, StageSGD, lr_multiplier
 from ratp_reference import sgd as reference
 
@@ -90,3 +91,28 @@ def test_a_rate_on_the_device_gives_the_same_numbers(momentum):
             optimiser.minimise((weights[0] ** 3 + weights[1] ** 2).sum())
         ends.append([weight.detach() for weight in weights])
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("schedule", ["inverse", "per-step"])
+def test_one_kernel_gives_the_same_numbers(schedule, momentum, nesterov, monkeypatch):
+    """For groups with factors, unused parameters and gradients in another memory layout, too."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ends = []
+    for fused in (False, True):
+        monkeypatch.setattr(optim, "_fusable", lambda parameters, fused=fused: fused)
+        source = torch.Generator().manual_seed(0)
+        shapes = [(4, 3, 5, 5), (7,), (6, 3, 1, 1), (2, 5)]
+        weights = [nn.Parameter(torch.randn(*shape, generator=source).to(device)) for shape in shapes]
+        groups = [(weights[:2], 1.0), (weights[2:], 0.1)]
+        optimiser = StageSGD(groups, 0.1, 4, SGDConfig(momentum, 0.01, schedule, nesterov), 2)
+        optimiser._rate = torch.zeros((), device=device) if optimiser._rate is None else optimiser._rate
+        for epoch in range(4):
+            optimiser.begin_epoch(epoch)
+            for _ in range(2):
+                gradients = [torch.randn(*shape, generator=source).to(device) for shape in shapes[:3]]
+                gradients[0] = gradients[0].to(memory_format=torch.channels_last)
+                optimiser.update([*gradients, None])
+        ends.append([weight.detach() for weight in weights])
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)

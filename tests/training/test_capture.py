@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ratp.methods.arc as arc_module
 import ratp.methods.ratp as ratp_module
 from helpers import QUICK, accuracy_of, same_tensors, toy_method, toy_plan
 from ratp.errors import RatpError
@@ -480,6 +481,29 @@ class TestOnGPU:
         """One source and one target stage; where a choice can fall either way, numbers may drift a little."""
         quick = {"lr": 0.001, **{name.replace(".", "__"): value for name, value in QUICK.get(method, {}).items()}}
         assert_close(both(method, **quick))
+
+    @pytest.mark.parametrize("module", [ratp_module, arc_module], ids=["ratp", "arc"])
+    def test_fused_losses_are_those_computed_one_by_one(self, module, monkeypatch):
+        real, calls, ends = module.fused_terms, [], []
+
+        def fused(*arguments):
+            calls.append(real(*arguments))
+            return calls[-1]
+
+        for function in (fused, lambda *arguments: {}):
+            monkeypatch.setattr(module, "fused_terms", real)
+            learner, source, targets = on_gpu(module.__name__.rpartition(".")[2], r_con=0.3)
+            drive(learner.source_phases(source), False)
+            (phase,) = learner.target_phases(targets[0].unlabelled())
+            phase.begin()
+            phase.begin_epoch(0)
+            monkeypatch.setattr(module, "fused_terms", function)
+            terms = phase.step()
+            ends.append(({name: tensor.clone() for name, tensor in learner.network.state_dict().items()}, terms))
+        (one, ours), (other, plain) = ends
+        assert calls[0] and list(ours) == list(plain)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
     def test_measuring_between_steps_changes_nothing(self):
         plain = both()

@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ratp.config import switch
+from ratp.functional import kernels
 
 # Largest number of products that are summed elementwise instead of by a matrix product.
 FEW = 2**20
+# Largest dimension and number of vectors for which kernels compute scores.
+MOST = 1024
 # Added inside every logarithm by SHOT.
 EPSILON = 1e-5
 # Pairs of samples count as negatives only from this cosine on (published code).
@@ -35,11 +38,15 @@ def scores(features: Tensor, vectors: Tensor) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """Sums dW = Σ_i dS_i·f_iᵀ elementwise where it is small: cuBLAS takes 52 µs for 128 × 10 on an H200."""
+    """Sums few products by kernels, or at least dW elementwise: cuBLAS takes 52 µs for 128 × 10 on an H200."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, vectors: Tensor) -> Tensor:
         ctx.save_for_backward(features, vectors)
+        if _has_kernels(features, vectors):
+            from ratp.functional.kernels.losses import score
+
+            return score(features, vectors)
         return features @ vectors.T
 
     @staticmethod
@@ -47,6 +54,10 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         features, vectors = ctx.saved_tensors
         needs_features, needs_vectors = ctx.needs_input_grad
+        if _has_kernels(features, vectors):
+            from ratp.functional.kernels.losses import score_gradient
+
+            return score_gradient(gradient, features, vectors)
         d_features = gradient @ vectors if needs_features else None
         d_vectors = None
         if needs_vectors and gradient.numel() * features.shape[1] <= FEW:
@@ -54,6 +65,12 @@ class _Scores(torch.autograd.Function):
         elif needs_vectors:
             d_vectors = gradient.T @ features
         return d_features, d_vectors
+
+
+def _has_kernels(features: Tensor, vectors: Tensor) -> bool:
+    """Whether kernels compute the scores of features."""
+    few = len(features) * vectors.numel() <= FEW and max(vectors.shape) <= MOST
+    return few and features.dtype == vectors.dtype == torch.float32 and kernels.usable(features.device)
 
 
 def mean_over(losses: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -211,6 +228,36 @@ def _to_negatives(
     if valid is not None:
         repels = repels & valid[None, :]
     return (scale * products).masked_fill(~repels, -math.inf)
+
+
+def fused_terms(
+    output: tuple[Tensor, Tensor],  # embedding and logits
+    labels: Tensor,
+    valid: Tensor | None,
+    prototypes: Tensor,
+    old_prototypes: Tensor | None,
+    teacher: Tensor | None,  # logits to distil from; None: nothing is distilled
+    pca: PCAConfig,
+    weights: tuple[float, float],  # of distillation and consistency
+) -> dict[str, Tensor]:
+    """Computes ``ce``, ``pca``, ``distill`` and ``consistency`` in a few kernels; empty where these do not apply.
+
+    They are weighted averages over the rows that count. Consistency, absent if its weight is 0, is the distillation
+    from the first half of the batch, which are images, to the second half, their copies.
+    """
+    if not pca.weight or pca.form != "stable" or not kernels.usable(labels.device):
+        return {}
+    from ratp.functional.kernels.losses import Terms, fits
+
+    if not fits(*output):
+        return {}
+    old = old_prototypes if pca.old_weight else None
+    scale = pca.scale if pca.similarity == "cosine" else None
+    threshold = NEGATIVE_THRESHOLD if pca.negatives == "positive" else None
+    switches = scale, threshold, pca.old_weight or 1.0, (pca.weight, *weights)
+    names = ["ce", "pca", *(["distill"] if teacher is not None else []), *(["consistency"] if weights[1] else [])]
+    found = Terms.apply(*output, prototypes, old, teacher, labels, valid, *switches)
+    return dict(zip(names, found, strict=True))
 
 
 def supervised_contrastive(

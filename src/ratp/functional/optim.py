@@ -128,11 +128,26 @@ class StageSGD(Stateful):
 
     def _update_group(self, gradients: list[Tensor], used: list[int], factor: float) -> None:
         parameters = [self._parameters[index] for index in used]
+        velocities = [self._velocities[index] for index in used if self._velocities]
+        rate = self._rate if self._rate is None or factor == 1 else self._rate * factor
+        if rate is not None and _fusable(parameters):
+            torch._fused_sgd_(
+                parameters,
+                [_laid_out(gradient, p) for gradient, p in zip(gradients, parameters, strict=True)],
+                velocities,
+                weight_decay=self._config.weight_decay,
+                momentum=self._config.momentum,
+                lr=rate,
+                dampening=0.0,
+                nesterov=self._config.nesterov and bool(velocities),
+                maximize=False,
+                is_first_step=False,
+            )
+            return
         # g ← ∇L + λθ
         steps = list(torch._foreach_add(gradients, parameters, alpha=self._config.weight_decay))
-        if self._config.momentum:
+        if velocities:
             # v ← μv + g;  Nesterov: g + μv in place of v
-            velocities = [self._velocities[index] for index in used]
             torch._foreach_mul_(velocities, self._config.momentum)
             torch._foreach_add_(velocities, steps)
             if self._config.nesterov:
@@ -140,10 +155,22 @@ class StageSGD(Stateful):
             else:
                 steps = velocities
         # θ ← θ − ηv
-        if self._rate is None:
+        if rate is None:
             torch._foreach_add_(parameters, steps, alpha=-self._lr * factor)
         else:
-            torch._foreach_sub_(parameters, torch._foreach_mul(steps, self._rate * factor))
+            torch._foreach_sub_(parameters, torch._foreach_mul(steps, rate))
+
+
+def _fusable(parameters: Sequence[Tensor]) -> bool:
+    """Whether one kernel can update all parameters."""
+    return all(parameter.is_cuda and parameter.dtype == torch.float32 for parameter in parameters)
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a gradient in the memory layout of its parameter, which the kernel needs."""
+    if gradient.squeeze().stride() == parameter.squeeze().stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8

@@ -64,6 +64,7 @@ from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
     distillation,
+    fused_terms,
     jensen_shannon,
     mean_over,
     prototype_contrastive,
@@ -230,20 +231,10 @@ class ARCPhase(NetworkPhase):
 
     def step(self) -> dict[str, Tensor]:
         """Updates the network once, on a batch, exemplars and their copies."""
-        config = self._config
         batch = self.batches.draw(self.batch, self._replayed)
         inputs = self._augment(batch.images, batch.labels)
         old, output = at_once(self._device, lambda: self._old_output(inputs), lambda: self._forward(inputs))
-        labels, valid = inputs.labels, inputs.valid
-        terms = {"ce": cross_entropy(output.logits, labels, self._trusted(output.logits, inputs))}
-        if config.pca.weight:
-            prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
-            losses = prototype_contrastive(output.embedding, labels, prototypes, olds, config.pca, valid)
-            terms["pca"] = config.pca.weight * mean_over(losses, valid)
-        if old is not None:
-            terms["distill"] = config.distill * distillation(output.logits, old.logits, valid)
-        if config.consistency.weight:
-            terms["consistency"] = config.consistency.weight * self._consistency(output.logits, inputs)
+        terms = self._fused(inputs, output, old) or self._terms(inputs, output, old)
         confident = {} if inputs.confident is None else {"confident": inputs.confident.float().mean()}
         return self.minimise(terms) | confident
 
@@ -278,6 +269,30 @@ class ARCPhase(NetworkPhase):
     def _old_output(self, inputs: Inputs) -> Output | None:
         """Passes them through the old model; None: nothing is distilled."""
         return None if self._teacher is None or not self._config.distill else self._teacher(inputs.images)
+
+    def _fused(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
+        """Computes the loss terms in a few kernels; empty where there are none for these switches or this device."""
+        config = self._config
+        if not self._static or config.consistency.kind == "js" or (self.is_target and config.trust):
+            return {}
+        prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
+        teacher, weights = None if old is None else old.logits, (config.distill, config.consistency.weight)
+        return fused_terms(output, inputs.labels, inputs.valid, prototypes, olds, teacher, config.pca, weights)
+
+    def _terms(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
+        """Computes the loss terms one by one."""
+        config = self._config
+        labels, valid = inputs.labels, inputs.valid
+        terms = {"ce": cross_entropy(output.logits, labels, self._trusted(output.logits, inputs))}
+        if config.pca.weight:
+            prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
+            losses = prototype_contrastive(output.embedding, labels, prototypes, olds, config.pca, valid)
+            terms["pca"] = config.pca.weight * mean_over(losses, valid)
+        if old is not None:
+            terms["distill"] = config.distill * distillation(output.logits, old.logits, valid)
+        if config.consistency.weight:
+            terms["consistency"] = config.consistency.weight * self._consistency(output.logits, inputs)
+        return terms
 
     def _consistency(self, logits: Tensor, inputs: Inputs) -> Tensor:
         """Compares the predictions for images and their copies; those for images are constants, but for JS."""

@@ -47,6 +47,7 @@ from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
     distillation,
+    fused_terms,
     mean_over,
     prototype_contrastive,
     proxy_contrastive,
@@ -260,11 +261,7 @@ class RaTPPhase(NetworkPhase):
         old, output = at_once(
             self._device, lambda: self._old_output(batch, inputs), lambda: self._forward(inputs.images, inputs.valid)
         )
-        terms = {"ce": cross_entropy(output.logits, inputs.labels, inputs.valid)}
-        if config.pca.weight:
-            terms["pca"] = config.pca.weight * mean_over(self._alignment(output.embedding, inputs), inputs.valid)
-        if old is not None:
-            terms["distill"] = config.distill.weight * self._distillation(batch, inputs, output, old)
+        terms = self._fused(inputs, output, old) or self._terms(batch, inputs, output, old)
         if self.is_target and config.memory.replay == "separate" and len(self.memory):
             stored = self.batches.draw_memory(self.memory, self.batch)
             terms["replay"] = F.cross_entropy(self.network(stored.images).logits, stored.labels)
@@ -355,6 +352,26 @@ class RaTPPhase(NetworkPhase):
             return self._teacher(pick(inputs.images))
 
     # Losses.
+
+    def _fused(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
+        """Computes the loss terms in a few kernels; empty where there are none for these switches or this device."""
+        config = self._config
+        special = config.alignment != "pca" or config.distill != DistillConfig(weight=config.distill.weight)
+        if special or not self._static:
+            return {}
+        prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
+        teacher, weights = None if old is None else old.logits, (config.distill.weight, 0.0)
+        return fused_terms(output, inputs.labels, inputs.valid, prototypes, olds, teacher, config.pca, weights)
+
+    def _terms(self, batch: Batch, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
+        """Computes the loss terms one by one."""
+        config = self._config
+        terms = {"ce": cross_entropy(output.logits, inputs.labels, inputs.valid)}
+        if config.pca.weight:
+            terms["pca"] = config.pca.weight * mean_over(self._alignment(output.embedding, inputs), inputs.valid)
+        if old is not None:
+            terms["distill"] = config.distill.weight * self._distillation(batch, inputs, output, old)
+        return terms
 
     def _alignment(self, embedding: Tensor, inputs: Inputs) -> Tensor:
         """Computes PCA, or the loss that replaces it, for every row."""

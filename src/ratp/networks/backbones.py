@@ -47,8 +47,8 @@ class ChannelDropout(nn.Module):
         """Draws the factor on every channel of every image, shape (n, c); None in evaluation mode."""
         if not self.training:
             return None
-        keep = torch.rand(x.shape[:2], generator=self.generator, device=x.device) >= self.probability
-        return keep / max(1 - self.probability, 1e-9)
+        numbers = torch.rand(x.shape[:2], generator=self.generator, device=x.device)
+        return numbers.ge_(self.probability).div_(max(1 - self.probability, 1e-9))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelDropout:
         """Copies all but the generator: two modules sharing one would shift each other's numbers."""

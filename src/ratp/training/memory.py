@@ -225,10 +225,12 @@ class Batches(Stateful):
         draws = [(own + stored, count), *([(stored, min(exemplars, stored))] if exemplars and stored else [])]
         if self._feed is not None:
             place, images = self._feed.take(draws, own)
+            index = place.clamp(max=own - 1)
         else:
             place = drawn(draws, own, self._places)
-            images = self.images[place.clamp(max=own - 1)]
-        index, replayed = place.clamp(max=own - 1), place >= own
+            index = place.clamp(max=own - 1)
+            images = self.images[index]
+        replayed = place >= own
         log_draw(place, own)
         labels = self.labels[index]
         if self._memory is not None and stored:

@@ -98,7 +98,7 @@ class Scaling:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Returns normalised float images."""
-        return images.to(self.mean.device).float() * self._factor + self._offset
+        return images.to(self.mean.device) * self._factor + self._offset
 
     def unit(self, images: Tensor) -> Tensor:
         """Normalises float images with values in [0, 1]."""
