@@ -27,7 +27,8 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_kernels_and_plain_functions_agree(config, device):
+def test_kernels_and_plain_functions_agree(config, device, monkeypatch):
+    wide_randmix = pytest.importorskip("ratp.functional.kernels.wide_randmix")
     size = (18, 17) if max(config.get("kernel_sizes", SMALL)) > 9 else (9, 10)
     source = torch.Generator(device).manual_seed(1)
     mean, std = torch.tensor([0.5, 0.4, 0.3], device=device), torch.tensor([0.5, 0.6, 0.7], device=device)
@@ -37,6 +38,11 @@ def test_kernels_and_plain_functions_agree(config, device):
     with kernels.plain(), torch.backends.cudnn.flags(allow_tf32=False):
         expected = randmix.apply(images, draw)
     torch.testing.assert_close(randmix._apply_kernel(images, draw), expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(kernels, "_MOST_PIXELS", 0)  # all images are large
+    torch.testing.assert_close(randmix._apply_kernel(images, draw), expected, rtol=0, atol=0.01)
+    if device.type == "cpu":  # a GPU would round to TF32
+        monkeypatch.setattr(wide_randmix, "STORED", torch.float32)
+        torch.testing.assert_close(randmix._apply_kernel(images, draw), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sum_of_weights_near_zero_is_kept_away_from_it(device):

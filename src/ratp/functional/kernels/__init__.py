@@ -33,7 +33,17 @@ def usable(device: torch.device) -> bool:
 
 def usable_for(images: Tensor) -> bool:
     """Whether the kernels of RandMix and of L2D's style module can process images of this size on their device."""
-    return math.prod(images.shape[2:]) <= _MOST_PIXELS and usable(images.device)
+    return fits(images) and usable(images.device)
+
+
+def usable_for_wide(images: Tensor) -> bool:
+    """Whether RandMix's kernels for large images can run, which round as TF32 does."""
+    return torch.backends.cudnn.allow_tf32 and usable(images.device)
+
+
+def fits(images: Tensor) -> bool:
+    """Whether one program can hold an image."""
+    return math.prod(images.shape[2:]) <= _MOST_PIXELS
 
 
 @contextmanager
