@@ -1,4 +1,4 @@
-"""RandMix on large images: convolutions on tensor cores, with everything around them fused into load and store.
+"""RandMix on tensor cores, for images of any size: convolutions with everything around them fused into load and store.
 
 A program computes BLOCK adjacent pixels of a row at once, for many such blocks, as a product of two matrices. One holds
 what the blocks see of the input: in *packed* images, (rows, columns, channels) and framed with zeros, that is one
@@ -14,6 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,112 +25,131 @@ from ratp.functional.kernels.randmix import EPS, NOISE_DIM, dot, total_weight
 STORED = torch.float16
 BLOCK = 16  # adjacent pixels computed together
 DEPTH = 32  # numbers multiplied at once; a power of two
-BLOCKS_AT_ONCE = 128  # blocks of a program
+BLOCKS_AT_ONCE = 64  # blocks of a program
 ELEMENTS_AT_ONCE = 2048  # numbers packed by a program
-CACHE = tl.constexpr(".ca")  # windows overlap
+CACHE = tl.constexpr(".ca")  # in L1, because windows overlap
 LAUNCH = {"num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _begin(layout, branch, FIELD: tl.constexpr):
+    """Looks up where something of a branch begins; the order is that of ``_Layout.rows``."""
+    return tl.load(layout + branch * 7 + FIELD)
 
 
 @DeviceKernel
 @triton.jit
 def _pack_kernel(
-    planes, noise, styles, packed, high, wide, margin,
-    ROW: tl.constexpr, NOISE: tl.constexpr, STYLED: tl.constexpr, ELEMENTS: tl.constexpr,
+    planes, noise, styles, packed, layout, first,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, STYLED: tl.constexpr, NOISE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Packs images after adding noise, or after scaling and shifting every channel, into a frame of zeros."""
-    image = tl.program_id(1).to(tl.int64)
+    """Packs images after adding noise, or what encoders made of them after scaling and shifting every channel."""
+    image, count = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    branch = tl.program_id(2) + first
+    margin = _begin(layout, branch, 0) - 1
+    high, wide, rows = HEIGHT - margin, WIDTH - margin, HEIGHT + margin
     e = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    rows = high + 2 * margin
     y, c, x = e // ROW - margin, e % ROW % 3, e % ROW // 3 - margin
     inside = (y >= 0) & (y < high) & (x >= 0) & (x < wide)
-    at = image * (3 * high * wide) + (c * high + y) * wide + x
-    value = tl.load(planes + at, mask=inside, other=0.0)
+    begin = _begin(layout, branch, 5).to(tl.int64) * count + image * (3 * high * wide)
+    at = (c * high + y) * wide + x
+    value = tl.load(planes + begin + at, mask=inside, other=0.0)
     if NOISE:
-        value += tl.load(noise + at, mask=inside, other=0.0)
+        value += tl.load(noise + begin + at, mask=inside, other=0.0)
     if STYLED:
-        style = styles + image * 6 + c
-        value = value * tl.load(style) + tl.load(style + 3)
+        style = styles + (branch * count + image) * 6
+        value = value * tl.load(style + c) + tl.load(style + 3 + c)
     value = tl.where(inside, value, 0.0)
-    tl.store(packed + image * (rows * ROW) + e, value.to(packed.dtype.element_ty), mask=e < rows * ROW)
-
-
-@triton.jit
-def _correlate(
-    packed, taps, start, ROW: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Convolves the blocks that start at given places of a packed image; columns are output channels and pixels."""
-    STEPS: tl.constexpr = (3 * (BLOCK + SIZE - 1) + DEPTH - 1) // DEPTH
-    k = tl.arange(0, DEPTH)
-    window = packed + start[:, None] + k[None, :]
-    weights = taps + k[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    result = tl.zeros([start.shape[0], COLUMNS], tl.float32)
-    for step in range(SIZE * STEPS):
-        seen = tl.load(window + (step // STEPS * ROW + step % STEPS * DEPTH), cache_modifier=CACHE)
-        result = tl.dot(seen, tl.load(weights + step * (DEPTH * COLUMNS)), result)
-    return result
+    packed += (_begin(layout, branch, 6).to(tl.int64) * count + image * rows) * ROW
+    tl.store(packed + e, value.to(packed.dtype.element_ty), mask=e < rows * ROW)
 
 
 @DeviceKernel
 @triton.jit
 def _convolve_kernel(
-    packed, taps, bias, result, parts,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr, SIZE: tl.constexpr,
-    ENCODE: tl.constexpr, TANH: tl.constexpr,
+    packed, taps, numbers, layout, result, parts,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, ENCODE: tl.constexpr, TANH: tl.constexpr,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Encodes, without bias, and describes each column by count, mean and sum of squared differences; or decodes."""
-    ACROSS: tl.constexpr = (WIDE + BLOCK - 1) // BLOCK
-    image = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    there = tl.minimum(block, HIGH * ACROSS - 1)
-    y, left = there // ACROSS, there % ACROSS * BLOCK
-    value = _correlate(packed + image * (ROWS * ROW), taps, y * ROW + left * 3, ROW, SIZE, BLOCK, DEPTH, COLUMNS)
-    n = tl.arange(0, COLUMNS)
-    channel, x = n // BLOCK, left[:, None] + (n % BLOCK)[None, :]
-    inside = (block < HIGH * ACROSS)[:, None] & (channel < 3)[None, :] & (x < WIDE)
+    image, count = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    branch = tl.num_programs(2) - 1 - tl.program_id(2)  # large kernels take longest and come first
+    size = _begin(layout, branch, 0)
     if ENCODE:
-        count = tl.sum(inside.to(tl.float32), 0)
-        mean = tl.sum(tl.where(inside, value, 0.0), 0) / tl.maximum(count, 1.0)
+        high, wide = HEIGHT - size + 1, WIDTH - size + 1
+        packed += image * (HEIGHT * ROW)
+        taps += tl.multiple_of(_begin(layout, branch, 1), 16)
+        result += _begin(layout, branch, 5).to(tl.int64) * count + image * (3 * high * wide)
+    else:
+        high, wide = HEIGHT, WIDTH
+        packed += (_begin(layout, branch, 6).to(tl.int64) * count + image * (HEIGHT + size - 1)) * ROW
+        taps += tl.multiple_of(_begin(layout, branch, 2), 16)
+        result += (branch * count + image) * (3 * HEIGHT * WIDTH)
+    across = (wide + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    y, left = block // across, block % across * BLOCK
+    k = tl.arange(0, DEPTH)
+    n = tl.arange(0, COLUMNS)
+    start = tl.minimum(y, high - 1) * ROW + left * 3
+    value = tl.zeros([BLOCKS, COLUMNS], tl.float32)
+    steps = (3 * (BLOCK + size - 1) + DEPTH - 1) // DEPTH  # per row of the kernel
+    offset, step = 0, 0
+    for _ in range(tl.where(tl.program_id(0) * BLOCKS < high * across, size * steps, 0)):
+        seen = tl.load(packed + tl.multiple_of(offset, 16) + (start[:, None] + k[None, :]), cache_modifier=CACHE)
+        value = tl.dot(seen, tl.load(taps + (k[:, None] * COLUMNS + n[None, :])), value)
+        taps += DEPTH * COLUMNS
+        step += 1
+        offset += tl.where(step == steps, ROW - (steps - 1) * DEPTH, DEPTH)
+        step = tl.where(step == steps, 0, step)
+    channel, x = n // BLOCK, left[:, None] + (n % BLOCK)[None, :]
+    inside = (y < high)[:, None] & (channel < 3)[None, :] & (x < wide)
+    if ENCODE:
+        total = tl.sum(inside.to(tl.float32), 0)
+        mean = tl.sum(tl.where(inside, value, 0.0), 0) / tl.maximum(total, 1.0)
         rest = tl.where(inside, value - mean[None, :], 0.0)
-        part = parts + (image * tl.num_programs(0) + tl.program_id(0)) * (3 * COLUMNS) + n
-        tl.store(part, count)
+        part = parts + ((branch * count + image) * tl.num_programs(0) + tl.program_id(0)) * (3 * COLUMNS) + n
+        tl.store(part, total)
         tl.store(part + COLUMNS, mean)
         tl.store(part + 2 * COLUMNS, tl.sum(rest * rest, 0))
     else:
-        value += tl.load(bias + channel, mask=channel < 3, other=0.0)[None, :]
+        value += tl.load(numbers + _begin(layout, branch, 3) + channel, mask=channel < 3, other=0.0)[None, :]
         if TANH:
             value = tanh(value)
-    at = (channel * (HIGH * WIDE))[None, :] + (y * WIDE)[:, None] + x
-    tl.store(result + image * (3 * HIGH * WIDE) + at, value.to(result.dtype.element_ty), mask=inside)
+    at = (channel * (high * wide))[None, :] + (y * wide)[:, None] + x
+    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
 
 
 @DeviceKernel
 @triton.jit
 def _style_kernel(
-    parts, numbers, noise, styles, adain, first_row, noise_rows, tiles, area,
-    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    parts, numbers, layout, noise, styles, noise_rows, tiles,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Computes what normalises, scales and shifts each channel of an image: a factor and a summand."""
-    image = tl.program_id(0)
+    image, branch = tl.program_id(0), tl.program_id(1)
+    row = branch * tl.num_programs(0) + image
+    margin = _begin(layout, branch, 0) - 1
+    area = (HEIGHT - margin) * (WIDTH - margin)
+    adain = numbers + _begin(layout, branch, 4)
+    own = noise + (branch * noise_rows + image % noise_rows) * NOISE_DIM
     t = tl.arange(0, TILES)
     lane = tl.arange(0, 16)
-    own = noise + (first_row + image % noise_rows) * NOISE_DIM
-    numbers += adain
+    there = (t < tiles)[:, None]
     for c in tl.static_range(3):
-        part = parts + (image * tiles + t)[:, None] * (3 * COLUMNS) + (c * BLOCK + tl.arange(0, BLOCK))[None, :]
-        there = (t < tiles)[:, None]
+        part = parts + (row * tiles + t)[:, None] * (3 * COLUMNS) + (c * BLOCK + tl.arange(0, BLOCK))[None, :]
         count = tl.load(part, mask=there, other=0.0)
         means = tl.load(part + COLUMNS, mask=there, other=0.0)
         mean = tl.sum(count * means) / area
         squares = tl.load(part + 2 * COLUMNS, mask=there, other=0.0) + count * (means - mean) * (means - mean)
-        scale = tl.load(numbers + 6 * NOISE_DIM + c) + dot(numbers + c * NOISE_DIM, own, lane)
-        shift = tl.load(numbers + 6 * NOISE_DIM + 3 + c) + dot(numbers + (3 + c) * NOISE_DIM, own, lane)
+        scale = tl.load(adain + 6 * NOISE_DIM + c) + dot(adain + c * NOISE_DIM, own, lane)
+        shift = tl.load(adain + 6 * NOISE_DIM + 3 + c) + dot(adain + (3 + c) * NOISE_DIM, own, lane)
         if RESIDUAL:
             scale += 1.0
         scale /= tl.sqrt(tl.sum(squares) / area + EPS)
-        tl.store(styles + image * 6 + c, scale)
-        tl.store(styles + image * 6 + 3 + c, shift - mean * scale)
+        tl.store(styles + row * 6 + c, scale)
+        tl.store(styles + row * 6 + 3 + c, shift - mean * scale)
 
 
 @DeviceKernel
@@ -189,74 +209,75 @@ def mix_wide(
     """Mixes normalised images with what random autoencoders make of them."""
     images, device = images.contiguous(), images.device
     count, _, height, width = images.shape
-    layout = _layout(sizes, keep is not None, BLOCK, DEPTH, device)
-    numbers = torch.cat([zero(device), *(part.reshape(-1) for part in layers)])
-    taps = numbers.to(STORED).index_select(0, layout.order)
-    tile = {"BLOCK": BLOCK, "DEPTH": DEPTH, "COLUMNS": triton.next_power_of_2(3 * BLOCK), "BLOCKS": BLOCKS_AT_ONCE}
-    tile |= LAUNCH
-    # the last block of a row reads this far
+    branches = len(sizes)
+    # the last block of a row sees this far
     row = 3 * BLOCK * (triton.cdiv(width, BLOCK) - 1) + DEPTH * _steps(max(sizes), BLOCK, DEPTH)
     row = triton.cdiv(row, 16) * 16
+    layout = _layout(sizes, keep is not None, height, width, BLOCK, DEPTH, device)
+    numbers = torch.cat([zero(device), *(part.reshape(-1) for part in layers)])
+    taps = numbers.to(STORED).index_select(0, layout.order)
+    shape = {"HEIGHT": height, "WIDTH": width}
+    tile = {"BLOCK": BLOCK, "COLUMNS": triton.next_power_of_2(3 * BLOCK)}
+    dots = {"ROW": row, "DEPTH": DEPTH, "BLOCKS": BLOCKS_AT_ONCE, **shape, **tile, **LAUNCH}
+
     packed = torch.empty(count, height, row, dtype=STORED, device=device)
-    _pack(images, input_noise, None, packed, 0)
-    branches = torch.empty(len(sizes), *images.shape, dtype=STORED, device=device)
-    for branch, size in enumerate(sizes):
-        high, wide = height - size + 1, width - size + 1
-        encoder, decoder, bias, adain = layout.begins[branch]
-        tiles = triton.cdiv(high * triton.cdiv(wide, BLOCK), BLOCKS_AT_ONCE)
-        hidden = torch.empty(count, 3, high, wide, device=device)
-        parts = torch.empty(count, tiles, 3, tile["COLUMNS"], device=device)
-        _convolve_kernel[(tiles, count)](
-            packed, taps[encoder:], numbers, hidden, parts,
-            HIGH=high, WIDE=wide, ROWS=height, ROW=row, SIZE=size, ENCODE=True, TANH=False, **tile,
-        )  # fmt: skip
-        styles = torch.empty(count, 6, device=device)
-        _style_kernel[(count,)](
-            parts, numbers, noise, styles, adain, branch * noise.shape[1], noise.shape[1], tiles, high * wide,
-            RESIDUAL=residual, BLOCK=BLOCK, COLUMNS=tile["COLUMNS"], TILES=triton.next_power_of_2(tiles),
-        )  # fmt: skip
-        frame = torch.empty(count, high + 2 * (size - 1), row, dtype=STORED, device=device)
-        _pack(hidden, None, styles, frame, size - 1)
-        _convolve_kernel[(triton.cdiv(height * triton.cdiv(width, BLOCK), BLOCKS_AT_ONCE), count)](
-            frame, taps[decoder:], numbers[bias:], branches[branch], parts,
-            HIGH=height, WIDE=width, ROWS=frame.shape[1], ROW=row, SIZE=size, ENCODE=False, TANH=squash, **tile,
-        )  # fmt: skip
+    _pack_kernel[(triton.cdiv(height * row, ELEMENTS_AT_ONCE), count, 1)](
+        images, images if input_noise is None else input_noise, images, packed, layout.rows, branches,
+        ROW=row, STYLED=False, NOISE=input_noise is not None, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
+    )  # fmt: skip
+    wide = width - min(sizes) + 1
+    tiles = triton.cdiv((height - min(sizes) + 1) * triton.cdiv(wide, BLOCK), BLOCKS_AT_ONCE)
+    hidden = torch.empty(count * layout.hidden, device=device)
+    parts = torch.empty(branches, count, tiles, 3, tile["COLUMNS"], device=device)
+    _convolve_kernel[(tiles, count, branches)](
+        packed, taps, numbers, layout.rows, hidden, parts, ENCODE=True, TANH=False, **dots
+    )
+    styles = torch.empty(branches, count, 6, device=device)
+    _style_kernel[(count, branches)](
+        parts, numbers, layout.rows, noise, styles, noise.shape[1], tiles,
+        RESIDUAL=residual, TILES=triton.next_power_of_2(tiles), **shape, **tile,
+    )  # fmt: skip
+    frames = torch.empty(count * layout.framed, row, dtype=STORED, device=device)
+    _pack_kernel[(triton.cdiv((height + max(sizes) - 1) * row, ELEMENTS_AT_ONCE), count, branches)](
+        hidden, hidden, styles, frames, layout.rows, 0,
+        ROW=row, STYLED=True, NOISE=False, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
+    )  # fmt: skip
+    decoded = torch.empty(branches, *images.shape, dtype=STORED, device=device)
+    _convolve_kernel[(triton.cdiv(height * triton.cdiv(width, BLOCK), BLOCKS_AT_ONCE), count, branches)](
+        frames, taps, numbers, layout.rows, decoded, parts, ENCODE=False, TANH=squash, **dots
+    )
     result = torch.empty_like(images)
     _mix_kernel[(triton.cdiv(height * width, PIXELS_AT_ONCE), count)](
-        images, packed, branches, numbers, images if keep is None else keep, weights, mean, std, result,
+        images, packed, decoded, numbers, images if keep is None else keep, weights, mean, std, result,
         len(weights), smallest, dropout,
-        HEIGHT=height, WIDTH=width, ROW=row, BRANCHES=len(sizes), TANH=squash, COLOUR=keep is not None,
-        SAFE=safe_division, RENORMALISE=renormalise, TERMS=triton.next_power_of_2(weights.shape[1]),
-        PIXELS=PIXELS_AT_ONCE,
+        ROW=row, BRANCHES=branches, TANH=squash, COLOUR=keep is not None, SAFE=safe_division,
+        RENORMALISE=renormalise, TERMS=triton.next_power_of_2(weights.shape[1]), PIXELS=PIXELS_AT_ONCE, **shape,
     )  # fmt: skip
     return result
-
-
-def _pack(planes: Tensor, noise: Tensor | None, styles: Tensor | None, packed: Tensor, margin: int) -> None:
-    count, _, high, wide = planes.shape
-    row = packed.shape[-1]
-    _pack_kernel[(triton.cdiv((high + 2 * margin) * row, ELEMENTS_AT_ONCE), count)](
-        planes, planes if noise is None else noise, planes if styles is None else styles, packed, high, wide, margin,
-        ROW=row, NOISE=noise is not None, STYLED=styles is not None, ELEMENTS=ELEMENTS_AT_ONCE,
-    )  # fmt: skip
 
 
 class _Layout(NamedTuple):
     """Which random number stands where in the matrices of the convolutions, and where each branch begins.
 
-    A branch begins in the matrices with its encoder and its decoder, in the numbers with its decoder's bias and AdaIN.
+    A row holds a branch's kernel size; where its encoder and decoder begin in the matrices; the decoder's bias and
+    AdaIN in the random numbers; its share of the hidden pixels and of the rows of their frames, per image. The last
+    row is that of the images themselves.
     """
 
     order: Tensor
-    begins: tuple[tuple[int, int, int, int], ...]
+    rows: Tensor
+    hidden: int  # numbers of all hidden images of an image
+    framed: int  # rows of their frames
 
 
 @cache
-def _layout(sizes: tuple[int, ...], has_colour: bool, block: int, depth: int, device: torch.device) -> _Layout:
+def _layout(
+    sizes: tuple[int, ...], has_colour: bool, height: int, width: int, block: int, depth: int, device: torch.device
+) -> _Layout:
     """The layout for random numbers of which the first is zero."""
     parts: list[Tensor] = []
-    begins = []
-    at, done = 1 + 12 * has_colour, 0
+    rows = []
+    at, done, hidden, framed = 1 + 12 * has_colour, 0, 0, 0
     for size in sizes:
         count = 9 * size * size
         encoder = torch.arange(at, at + count).reshape(3, 3, size, size)
@@ -264,11 +285,15 @@ def _layout(sizes: tuple[int, ...], has_colour: bool, block: int, depth: int, de
         decoder = (encoder + count + 3).flip(2, 3).transpose(0, 1)
         matrices = [_shifted(weights, block, depth) for weights in (encoder, decoder)]
         at += 2 * (count + 3)
-        begins.append((done, done + matrices[0].numel(), at - 3, at))
+        rows.append((size, done, done + matrices[0].numel(), at - 3, at, hidden, framed))
         parts += matrices
         done += 2 * matrices[0].numel()
+        hidden += 3 * (height - size + 1) * (width - size + 1)
+        framed += height + size - 1
         at += 6 * NOISE_DIM.value + 6
-    return _Layout(torch.cat([part.reshape(-1) for part in parts]).to(device), tuple(begins))
+    order = torch.cat([part.reshape(-1) for part in parts])
+    rows.append((1, 0, 0, 0, 0, 0, 0))
+    return _Layout(order.to(device), torch.tensor(rows, dtype=torch.int32).to(device), hidden, framed)
 
 
 def _shifted(weights: Tensor, block: int, depth: int) -> Tensor:
@@ -279,7 +304,7 @@ def _shifted(weights: Tensor, block: int, depth: int) -> Tensor:
     shifted = weights[:, seen % 3].permute(2, 1, 0, 3)  # row, seen, output channel, column
     index = column.clamp(0, size - 1)[None, :, None].expand(size, -1, 3, -1)
     shifted = shifted.gather(3, index).where(((column >= 0) & (column < size))[:, None], 0).flatten(2)
-    return torch.nn.functional.pad(shifted, (0, triton.next_power_of_2(3 * block) - 3 * block))
+    return F.pad(shifted, (0, triton.next_power_of_2(3 * block) - 3 * block))
 
 
 def _steps(size: int, block: int, depth: int) -> int:
