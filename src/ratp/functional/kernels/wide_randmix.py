@@ -32,60 +32,55 @@ LAUNCH = {"num_warps": 4, "num_stages": 4}
 
 
 @triton.jit
-def _begin(layout, branch, FIELD: tl.constexpr):
-    """Looks up where something of a branch begins; the order is that of ``_Layout.rows``."""
-    return tl.load(layout + branch * 7 + FIELD)
+def _entry(layout, branch, COLUMN: tl.constexpr):
+    """Looks up a branch's kernel size, or where its numbers begin."""
+    return tl.load(layout + branch * 5 + COLUMN)
 
 
 @DeviceKernel
 @triton.jit
 def _pack_kernel(
     planes, noise, styles, packed, layout, first,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, STYLED: tl.constexpr, NOISE: tl.constexpr,
-    ELEMENTS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr,
+    STYLED: tl.constexpr, NOISE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     """Packs images after adding noise, or what encoders made of them after scaling and shifting every channel."""
-    image, count = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    branch = tl.program_id(2) + first
-    margin = _begin(layout, branch, 0) - 1
-    high, wide, rows = HEIGHT - margin, WIDTH - margin, HEIGHT + margin
+    branch = tl.program_id(2)
+    image = branch.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)  # of this branch
+    margin = _entry(layout, branch + first, 0) - 1
     e = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     y, c, x = e // ROW - margin, e % ROW % 3, e % ROW // 3 - margin
-    inside = (y >= 0) & (y < high) & (x >= 0) & (x < wide)
-    begin = _begin(layout, branch, 5).to(tl.int64) * count + image * (3 * high * wide)
-    at = (c * high + y) * wide + x
-    value = tl.load(planes + begin + at, mask=inside, other=0.0)
+    inside = (y >= 0) & (y < HEIGHT - margin) & (x >= 0) & (x < WIDTH - margin)
+    at = image * (3 * HEIGHT * WIDTH) + ((c * HEIGHT + y) * WIDTH + x)
+    value = tl.load(planes + at, mask=inside, other=0.0)
     if NOISE:
-        value += tl.load(noise + begin + at, mask=inside, other=0.0)
+        value += tl.load(noise + at, mask=inside, other=0.0)
     if STYLED:
-        style = styles + (branch * count + image) * 6
-        value = value * tl.load(style + c) + tl.load(style + 3 + c)
-    value = tl.where(inside, value, 0.0)
-    packed += (_begin(layout, branch, 6).to(tl.int64) * count + image * rows) * ROW
-    tl.store(packed + e, value.to(packed.dtype.element_ty), mask=e < rows * ROW)
+        value = value * tl.load(styles + image * 6 + c) + tl.load(styles + image * 6 + 3 + c)
+    value = tl.where(inside, value, 0.0).to(packed.dtype.element_ty)
+    tl.store(packed + image * (ROWS * ROW) + e, value, mask=e < (HEIGHT + margin) * ROW)
 
 
 @DeviceKernel
 @triton.jit
 def _convolve_kernel(
     packed, taps, numbers, layout, result, parts,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, ENCODE: tl.constexpr, TANH: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr,
+    ENCODE: tl.constexpr, TANH: tl.constexpr,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Encodes, without bias, and describes each column by count, mean and sum of squared differences; or decodes."""
-    image, count = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     branch = tl.num_programs(2) - 1 - tl.program_id(2)  # large kernels take longest and come first
-    size = _begin(layout, branch, 0)
-    if ENCODE:
+    image = branch.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)  # of this branch
+    size = _entry(layout, branch, 0)
+    high, wide = HEIGHT, WIDTH
+    if ENCODE:  # all branches see the same images
         high, wide = HEIGHT - size + 1, WIDTH - size + 1
-        packed += image * (HEIGHT * ROW)
-        taps += tl.multiple_of(_begin(layout, branch, 1), 16)
-        result += _begin(layout, branch, 5).to(tl.int64) * count + image * (3 * high * wide)
+        packed += tl.program_id(1).to(tl.int64) * (ROWS * ROW)
+        taps += tl.multiple_of(_entry(layout, branch, 1), 16)
     else:
-        high, wide = HEIGHT, WIDTH
-        packed += (_begin(layout, branch, 6).to(tl.int64) * count + image * (HEIGHT + size - 1)) * ROW
-        taps += tl.multiple_of(_begin(layout, branch, 2), 16)
-        result += (branch * count + image) * (3 * HEIGHT * WIDTH)
+        packed += image * (ROWS * ROW)
+        taps += tl.multiple_of(_entry(layout, branch, 2), 16)
     across = (wide + BLOCK - 1) // BLOCK
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     y, left = block // across, block % across * BLOCK
@@ -108,16 +103,17 @@ def _convolve_kernel(
         total = tl.sum(inside.to(tl.float32), 0)
         mean = tl.sum(tl.where(inside, value, 0.0), 0) / tl.maximum(total, 1.0)
         rest = tl.where(inside, value - mean[None, :], 0.0)
-        part = parts + ((branch * count + image) * tl.num_programs(0) + tl.program_id(0)) * (3 * COLUMNS) + n
+        part = parts + (image * tl.num_programs(0) + tl.program_id(0)) * (3 * COLUMNS) + n
         tl.store(part, total)
         tl.store(part + COLUMNS, mean)
         tl.store(part + 2 * COLUMNS, tl.sum(rest * rest, 0))
     else:
-        value += tl.load(numbers + _begin(layout, branch, 3) + channel, mask=channel < 3, other=0.0)[None, :]
+        value += tl.load(numbers + _entry(layout, branch, 3) + channel, mask=channel < 3, other=0.0)[None, :]
         if TANH:
             value = tanh(value)
-    at = (channel * (high * wide))[None, :] + (y * wide)[:, None] + x
-    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+    at = (channel * (HEIGHT * WIDTH))[None, :] + (y * WIDTH)[:, None] + x
+    stored = (y < high)[:, None] & (channel < 3)[None, :] & (x < WIDTH)  # whole blocks, though some may be too wide
+    tl.store(result + image * (3 * HEIGHT * WIDTH) + at, value.to(result.dtype.element_ty), mask=stored)
 
 
 @DeviceKernel
@@ -130,9 +126,9 @@ def _style_kernel(
     """Computes what normalises, scales and shifts each channel of an image: a factor and a summand."""
     image, branch = tl.program_id(0), tl.program_id(1)
     row = branch * tl.num_programs(0) + image
-    margin = _begin(layout, branch, 0) - 1
+    margin = _entry(layout, branch, 0) - 1
     area = (HEIGHT - margin) * (WIDTH - margin)
-    adain = numbers + _begin(layout, branch, 4)
+    adain = numbers + _entry(layout, branch, 4)
     own = noise + (branch * noise_rows + image % noise_rows) * NOISE_DIM
     t = tl.arange(0, TILES)
     lane = tl.arange(0, 16)
@@ -213,7 +209,7 @@ def mix_wide(
     # the last block of a row sees this far
     row = 3 * BLOCK * (triton.cdiv(width, BLOCK) - 1) + DEPTH * _steps(max(sizes), BLOCK, DEPTH)
     row = triton.cdiv(row, 16) * 16
-    layout = _layout(sizes, keep is not None, height, width, BLOCK, DEPTH, device)
+    layout = _layout(sizes, keep is not None, BLOCK, DEPTH, device)
     numbers = torch.cat([zero(device), *(part.reshape(-1) for part in layers)])
     taps = numbers.to(STORED).index_select(0, layout.order)
     shape = {"HEIGHT": height, "WIDTH": width}
@@ -222,29 +218,30 @@ def mix_wide(
 
     packed = torch.empty(count, height, row, dtype=STORED, device=device)
     _pack_kernel[(triton.cdiv(height * row, ELEMENTS_AT_ONCE), count, 1)](
-        images, images if input_noise is None else input_noise, images, packed, layout.rows, branches,
-        ROW=row, STYLED=False, NOISE=input_noise is not None, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
+        images, images if input_noise is None else input_noise, images, packed, layout.branches, branches,
+        ROWS=height, ROW=row, STYLED=False, NOISE=input_noise is not None, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
     )  # fmt: skip
     wide = width - min(sizes) + 1
     tiles = triton.cdiv((height - min(sizes) + 1) * triton.cdiv(wide, BLOCK), BLOCKS_AT_ONCE)
-    hidden = torch.empty(count * layout.hidden, device=device)
+    hidden = torch.empty(branches, *images.shape, device=device)
     parts = torch.empty(branches, count, tiles, 3, tile["COLUMNS"], device=device)
     _convolve_kernel[(tiles, count, branches)](
-        packed, taps, numbers, layout.rows, hidden, parts, ENCODE=True, TANH=False, **dots
+        packed, taps, numbers, layout.branches, hidden, parts, ROWS=height, ENCODE=True, TANH=False, **dots
     )
     styles = torch.empty(branches, count, 6, device=device)
     _style_kernel[(count, branches)](
-        parts, numbers, layout.rows, noise, styles, noise.shape[1], tiles,
+        parts, numbers, layout.branches, noise, styles, noise.shape[1], tiles,
         RESIDUAL=residual, TILES=triton.next_power_of_2(tiles), **shape, **tile,
     )  # fmt: skip
-    frames = torch.empty(count * layout.framed, row, dtype=STORED, device=device)
-    _pack_kernel[(triton.cdiv((height + max(sizes) - 1) * row, ELEMENTS_AT_ONCE), count, branches)](
-        hidden, hidden, styles, frames, layout.rows, 0,
-        ROW=row, STYLED=True, NOISE=False, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
+    rows = height + max(sizes) - 1
+    frames = torch.empty(branches, count, rows, row, dtype=STORED, device=device)
+    _pack_kernel[(triton.cdiv(rows * row, ELEMENTS_AT_ONCE), count, branches)](
+        hidden, hidden, styles, frames, layout.branches, 0,
+        ROWS=rows, ROW=row, STYLED=True, NOISE=False, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
     )  # fmt: skip
     decoded = torch.empty(branches, *images.shape, dtype=STORED, device=device)
     _convolve_kernel[(triton.cdiv(height * triton.cdiv(width, BLOCK), BLOCKS_AT_ONCE), count, branches)](
-        frames, taps, numbers, layout.rows, decoded, parts, ENCODE=False, TANH=squash, **dots
+        frames, taps, numbers, layout.branches, decoded, parts, ROWS=rows, ENCODE=False, TANH=squash, **dots
     )
     result = torch.empty_like(images)
     _mix_kernel[(triton.cdiv(height * width, PIXELS_AT_ONCE), count)](
@@ -259,41 +256,33 @@ def mix_wide(
 class _Layout(NamedTuple):
     """Which random number stands where in the matrices of the convolutions, and where each branch begins.
 
-    A row holds a branch's kernel size; where its encoder and decoder begin in the matrices; the decoder's bias and
-    AdaIN in the random numbers; its share of the hidden pixels and of the rows of their frames, per image. The last
-    row is that of the images themselves.
+    Of a branch, there are the kernel size, where encoder and decoder begin in the matrices, and where the decoder's
+    bias and AdaIN begin in the numbers. The images themselves follow as a branch with a kernel of one pixel.
     """
 
     order: Tensor
-    rows: Tensor
-    hidden: int  # numbers of all hidden images of an image
-    framed: int  # rows of their frames
+    branches: Tensor
 
 
 @cache
-def _layout(
-    sizes: tuple[int, ...], has_colour: bool, height: int, width: int, block: int, depth: int, device: torch.device
-) -> _Layout:
+def _layout(sizes: tuple[int, ...], has_colour: bool, block: int, depth: int, device: torch.device) -> _Layout:
     """The layout for random numbers of which the first is zero."""
-    parts: list[Tensor] = []
-    rows = []
-    at, done, hidden, framed = 1 + 12 * has_colour, 0, 0, 0
+    matrices: list[Tensor] = []
+    branches = []
+    at, done = 1 + 12 * has_colour, 0
     for size in sizes:
         count = 9 * size * size
         encoder = torch.arange(at, at + count).reshape(3, 3, size, size)
         # a transposed convolution lists its inputs first and is flipped
         decoder = (encoder + count + 3).flip(2, 3).transpose(0, 1)
-        matrices = [_shifted(weights, block, depth) for weights in (encoder, decoder)]
+        pair = torch.stack([_shifted(weights, block, depth) for weights in (encoder, decoder)])
         at += 2 * (count + 3)
-        rows.append((size, done, done + matrices[0].numel(), at - 3, at, hidden, framed))
-        parts += matrices
-        done += 2 * matrices[0].numel()
-        hidden += 3 * (height - size + 1) * (width - size + 1)
-        framed += height + size - 1
+        branches.append((size, done, done + pair.numel() // 2, at - 3, at))
+        matrices.append(pair.reshape(-1))
+        done += pair.numel()
         at += 6 * NOISE_DIM.value + 6
-    order = torch.cat([part.reshape(-1) for part in parts])
-    rows.append((1, 0, 0, 0, 0, 0, 0))
-    return _Layout(order.to(device), torch.tensor(rows, dtype=torch.int32).to(device), hidden, framed)
+    entries = torch.tensor([*branches, (1, 0, 0, 0, 0)], dtype=torch.int32)
+    return _Layout(torch.cat(matrices).to(device), entries.to(device))
 
 
 def _shifted(weights: Tensor, block: int, depth: int) -> Tensor:
