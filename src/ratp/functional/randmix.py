@@ -241,7 +241,7 @@ class RandMix:
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augments ``images`` with given random numbers."""
-        if kernels.usable_for(images) or kernels.usable_for_wide(images):
+        if kernels.usable_for(images) or (kernels.on_tensor_cores(images) and kernels.usable(images.device)):
             return self._apply_kernel(images, draw)
         inputs = images if draw.input_noise is None else images + draw.input_noise
         terms: list[Tensor] = []
@@ -262,10 +262,10 @@ class RandMix:
         return (mixed - self._mean) / self._std if self.config.renormalise else mixed
 
     def _apply_kernel(self, images: Tensor, draw: Draw) -> Tensor:
-        if kernels.fits(images):
-            from ratp.functional.kernels.randmix import mix
+        if kernels.on_tensor_cores(images):
+            from ratp.functional.kernels.randmix_tensor_cores import mix
         else:
-            from ratp.functional.kernels.wide_randmix import mix_wide as mix
+            from ratp.functional.kernels.randmix import mix
         layers = [layer for branch in draw.branches for layer in (branch.encoder, branch.decoder, branch.adain)]
         if draw.colour is not None:
             layers.insert(0, draw.colour)

@@ -19,6 +19,7 @@ from ratp.errors import Note
 
 _OLDEST = (8, 0)
 _MOST_PIXELS = 1024  # of an image that one program can hold
+_TENSOR_CORES_FROM = 0  # pixels of an image
 _allowed = True
 
 
@@ -32,18 +33,13 @@ def usable(device: torch.device) -> bool:
 
 
 def usable_for(images: Tensor) -> bool:
-    """Whether the kernels of RandMix and of L2D's style module can process images of this size on their device."""
-    return fits(images) and usable(images.device)
+    """Whether the exact kernels of RandMix and L2D's style module can process images of this size on their device."""
+    return math.prod(images.shape[2:]) <= _MOST_PIXELS and usable(images.device)
 
 
-def usable_for_wide(images: Tensor) -> bool:
-    """Whether RandMix's kernels for large images can run, which round as TF32 does."""
-    return torch.backends.cudnn.allow_tf32 and usable(images.device)
-
-
-def fits(images: Tensor) -> bool:
-    """Whether one program can hold an image."""
-    return math.prod(images.shape[2:]) <= _MOST_PIXELS
+def on_tensor_cores(images: Tensor) -> bool:
+    """Whether RandMix's kernels may round as TF32 does, and should; these can process images of any size."""
+    return torch.backends.cudnn.allow_tf32 and math.prod(images.shape[2:]) >= _TENSOR_CORES_FROM
 
 
 @contextmanager

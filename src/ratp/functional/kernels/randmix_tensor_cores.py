@@ -184,7 +184,7 @@ def _mix_kernel(
         tl.store(result + at, mixed, mask=inside)
 
 
-def mix_wide(
+def mix(
     images: Tensor,  # shape (n, 3, height, width)
     input_noise: Tensor | None,  # added to what the branches see
     layers: Sequence[Tensor],  # this and what follows: as for :func:`ratp.functional.kernels.randmix.mix`
