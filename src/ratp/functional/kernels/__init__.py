@@ -37,8 +37,13 @@ def usable_for(images: Tensor) -> bool:
     return math.prod(images.shape[2:]) <= _MOST_PIXELS and usable(images.device)
 
 
-def on_tensor_cores(images: Tensor) -> bool:
-    """Whether RandMix's kernels may round as TF32 does, and should; these can process images of any size."""
+def usable_on_tensor_cores(images: Tensor) -> bool:
+    """Whether those of RandMix that round can process images of any size."""
+    return may_round(images) and usable(images.device)
+
+
+def may_round(images: Tensor) -> bool:
+    """Whether RandMix may round as TF32 does, and gains from it."""
     return torch.backends.cudnn.allow_tf32 and math.prod(images.shape[2:]) >= _TENSOR_CORES_FROM
 
 
