@@ -27,7 +27,7 @@ BLOCK = 16  # adjacent pixels computed together
 DEPTH = 32  # numbers multiplied at once; a power of two
 BLOCKS_AT_ONCE = 64  # blocks of a program
 ELEMENTS_AT_ONCE = 2048  # numbers packed by a program
-CACHE = tl.constexpr(".ca")  # in L1, because windows overlap
+CACHE = ".ca"  # of what the blocks see: also L1, because they overlap
 LAUNCH = {"num_warps": 4, "num_stages": 4}
 
 
@@ -67,7 +67,7 @@ def _convolve_kernel(
     packed, taps, numbers, layout, result, parts,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr,
     ENCODE: tl.constexpr, TANH: tl.constexpr,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Encodes, without bias, and describes each column by count, mean and sum of squared differences; or decodes."""
     branch = tl.num_programs(2) - 1 - tl.program_id(2)  # large kernels take longest and come first
@@ -214,7 +214,7 @@ def mix(
     taps = numbers.to(STORED).index_select(0, layout.order)
     shape = {"HEIGHT": height, "WIDTH": width}
     tile = {"BLOCK": BLOCK, "COLUMNS": triton.next_power_of_2(3 * BLOCK)}
-    dots = {"ROW": row, "DEPTH": DEPTH, "BLOCKS": BLOCKS_AT_ONCE, **shape, **tile, **LAUNCH}
+    dots = {"ROW": row, "DEPTH": DEPTH, "BLOCKS": BLOCKS_AT_ONCE, "CACHE": CACHE, **shape, **tile, **LAUNCH}
 
     packed = torch.empty(count, height, row, dtype=STORED, device=device)
     _pack_kernel[(triton.cdiv(height * row, ELEMENTS_AT_ONCE), count, 1)](
