@@ -103,8 +103,8 @@ def _repeat_kernel(
     inside = p < AREA
     own = tl.program_id(0) * (3 * AREA)
     other = tl.num_programs(0) * (3 * AREA)
-    for channel in tl.static_range(3):
-        at = own + channel * AREA + p
+    for plane in tl.static_range(3):
+        at = own + plane * AREA + p
         tl.store(space + at, tl.load(images + at, mask=inside, other=0.0), mask=inside)
     tl.debug_barrier()  # other threads read what this one has stored
     times = tl.load(repeats).to(tl.int32)
