@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ratp.functional import kernels
 from ratp.functional.randmix import CHANNELS, Linear, convolution
 
 REPEATS = 10
@@ -69,7 +70,12 @@ class ProRandConv:
         return Draw(noise * (-self._distances / (2 * width.square())).exp(), scale, shift, repeats)
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
-        """Augments ``images`` with given random numbers; always makes all repetitions, so that CUDA can capture it."""
+        """Augments ``images`` with given random numbers.
+
+        Without a kernel, it always makes all repetitions, so that CUDA can capture it.
+        """
+        if images.is_cuda and kernels.usable_for(images):
+            return self._apply_kernel(images, draw)
         layer = Linear(draw.kernel, draw.kernel.new_zeros(CHANNELS))
         for done in range(REPEATS):
             hidden = convolution(images, layer, SIZE // 2)
@@ -77,3 +83,8 @@ class ProRandConv:
             block = (draw.scale * (hidden - mean) * (variance + EPSILON).rsqrt() + draw.shift).tanh()
             images = torch.where(draw.repeats > done, block, images)
         return ((images + 1) / 2 - self._mean) / self._std
+
+    def _apply_kernel(self, images: Tensor, draw: Draw) -> Tensor:
+        from ratp.functional.kernels.convolve import repeat
+
+        return repeat(images, *draw, self._mean, self._std, EPSILON)

@@ -241,7 +241,7 @@ class RandMix:
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augments ``images`` with given random numbers."""
-        if images.is_cuda and kernels.usable_for(images):
+        if images.is_cuda and (kernels.usable_for(images) or kernels.usable_on_tensor_cores(images)):
             return self._apply_kernel(images, draw)
         inputs = images if draw.input_noise is None else images + draw.input_noise
         terms: list[Tensor] = []
@@ -262,14 +262,16 @@ class RandMix:
         return (mixed - self._mean) / self._std if self.config.renormalise else mixed
 
     def _apply_kernel(self, images: Tensor, draw: Draw) -> Tensor:
-        from ratp.functional.kernels.randmix import mix
-
+        if kernels.may_round(images):
+            from ratp.functional.kernels.randmix_tensor_cores import mix
+        else:
+            from ratp.functional.kernels.randmix import mix
         layers = [layer for branch in draw.branches for layer in (branch.encoder, branch.decoder, branch.adain)]
         if draw.colour is not None:
             layers.insert(0, draw.colour)
         return mix(
             images,
-            images if draw.input_noise is None else images + draw.input_noise,
+            draw.input_noise,
             [tensor for layer in layers for tensor in (layer.weight, layer.bias)],
             tuple(branch.encoder.weight.shape[-1] for branch in draw.branches),
             torch.stack([branch.noise for branch in draw.branches]),

@@ -33,10 +33,21 @@ EPS = tl.constexpr(1e-5)
 
 
 @triton.jit
-def _dot(numbers, noise, lane):
+def dot(numbers, noise, lane):
     """Multiplies a row of AdaIN's layer by the noise."""
     there = lane < NOISE_DIM
     return tl.sum(tl.load(numbers + lane, mask=there, other=0.0) * tl.load(noise + lane, mask=there, other=0.0), 0)
+
+
+@triton.jit
+def total_weight(weights, count, smallest, SAFE: tl.constexpr, TERMS: tl.constexpr):
+    """Sums the mixing weights, and keeps the sum away from zero."""
+    term = tl.arange(0, TERMS)
+    total = tl.sum(tl.load(weights + term, mask=term < count, other=0.0), 0)
+    if SAFE:
+        size = tl.maximum(tl.abs(total), smallest)
+        total = tl.where(total < 0, -size, size)
+    return total
 
 
 @triton.jit
@@ -59,8 +70,8 @@ def _encode(
     for out in tl.static_range(3):
         value = (red if out == 0 else (green if out == 1 else blue)) + tl.load(encoder + 12 * SIZE * SIZE + out)
         value, _ = normalise(value, inside, HIGH * WIDE, EPS)
-        scale = tl.load(adain + 6 * NOISE_DIM + out) + _dot(adain + out * NOISE_DIM, n, lane)
-        shift = tl.load(adain + 6 * NOISE_DIM + 3 + out) + _dot(adain + (3 + out) * NOISE_DIM, n, lane)
+        scale = tl.load(adain + 6 * NOISE_DIM + out) + dot(adain + out * NOISE_DIM, n, lane)
+        shift = tl.load(adain + 6 * NOISE_DIM + 3 + out) + dot(adain + (3 + out) * NOISE_DIM, n, lane)
         if RESIDUAL:
             scale += 1.0
         plane = hidden + ((branch * tl.num_programs(0) + image) * 3 + out) * PLANE
@@ -104,11 +115,7 @@ def _decode_kernel(
     # the weights: colour (if there is one), autoencoders, the image itself
     first = 1 if COLOUR else 0
     own = weights + (image % weight_rows) * (BRANCHES + first + 1)
-    term = tl.arange(0, TERMS)
-    total = tl.sum(tl.load(own + term, mask=term < BRANCHES + first + 1, other=0.0), 0)
-    if SAFE:
-        size_of_total = tl.maximum(tl.abs(total), smallest)
-        total = tl.where(total < 0, -size_of_total, size_of_total)
+    total = total_weight(own, BRANCHES + first + 1, smallest, SAFE, TERMS)
     mixed_red = tl.zeros([PIXELS], tl.float32)
     mixed_green = tl.zeros([PIXELS], tl.float32)
     mixed_blue = tl.zeros([PIXELS], tl.float32)
@@ -148,7 +155,7 @@ def _decode_kernel(
 
 def mix(
     images: Tensor,  # shape (n, 3, height, width)
-    inputs: Tensor,  # the same with noise
+    input_noise: Tensor | None,  # added to what the branches see
     # weight and bias of the colour layer, if any; then those of encoder, decoder and AdaIN of every autoencoder
     layers: Sequence[Tensor],
     sizes: tuple[int, ...],  # kernel size of each autoencoder
@@ -166,7 +173,8 @@ def mix(
     dropout: float,  # share of colours dropped
 ) -> Tensor:
     """Mixes normalised images with what random autoencoders make of them."""
-    images, inputs = images.contiguous(), inputs.contiguous()
+    images = images.contiguous()
+    inputs = images if input_noise is None else images + input_noise
     count, _, height, width = images.shape
     order, layout = _layout(sizes, keep is not None, images.device)
     numbers = torch.cat([zero(images.device), *(part.reshape(-1) for part in layers)]).index_select(0, order)
