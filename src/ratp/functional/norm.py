@@ -85,7 +85,7 @@ class _RowMasked(_BatchNorm):
         relu: bool = False,
     ) -> Tensor:
         """Normalises, by the statistics of the masked rows inside :func:`only_rows`."""
-        if self.fuses(x):
+        if self._fuses(x):
             return self._fused(x, offset, keep, add, relu)
         y = self._normalised(x if offset is None else x + _spread(offset, x).to(x.dtype))
         if keep is not None:
@@ -94,7 +94,7 @@ class _RowMasked(_BatchNorm):
             y = y + add
         return F.relu(y) if relu else y
 
-    def fuses(self, x: Tensor) -> bool:
+    def _fuses(self, x: Tensor) -> bool:
         """Whether the kernels cover this: running statistics, and gradients only while training."""
         if not (x.is_cuda and self.affine and self.track_running_stats and self.momentum is not None) or self._by_batch:
             return False

@@ -21,9 +21,8 @@ from ratp.networks.resnet import Block, ResNet
 if TYPE_CHECKING:
     from ratp.networks.network import Network
 
-# Whether 1×1 convolutions run in a kernel of this package, and the others in one of cuDNN that adds and applies ReLU;
-# otherwise the kernel of BatchNorm does this in a pass of its own.
-POINTWISE, FUSE = True, True
+# Whether cuDNN adds and applies ReLU as well; otherwise the kernel of BatchNorm does this in a pass of its own.
+FUSE = True
 _Window = tuple[tuple[int, ...], tuple[int, ...]]  # stride and padding
 
 
@@ -54,11 +53,8 @@ class FoldedConvolution(nn.Module):
             y = F.conv2d(x, self._weight, self.bias, *self._window)
             y = y if add is None else y + add
             return F.relu(y) if relu else y
-        from ratp.functional.kernels import norm, pointwise
+        from ratp.functional.kernels import norm
 
-        given = self._zero, self._one, self._one, self.bias, 0.0
-        if POINTWISE and pointwise.fits(x, self._weight, self._window[0]):
-            return pointwise.infer(x, self._weight, *given, add)
         if self._fuses:
             where = *self._window, (1, 1), 1
             try:
@@ -68,7 +64,7 @@ class FoldedConvolution(nn.Module):
             except RuntimeError:  # cuDNN has no such kernel
                 self._fuses = False
         y = F.conv2d(x, self._weight, None, *self._window)
-        return norm.infer(y, *given, add=add, relu=True)
+        return norm.infer(y, self._zero, self._one, self._one, self.bias, 0.0, add=add, relu=True)
 
 
 def fold(network: Network) -> Network:

@@ -18,17 +18,6 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
-def _normalised(conv: nn.Conv2d, norm: BatchNorm2d, x: Tensor, add: Tensor | None = None) -> Tensor:
-    """Computes a convolution, BatchNorm, an addition and ReLU; on GPUs one kernel infers with 1×1 convolutions."""
-    if type(norm) is BatchNorm2d and not (norm.training or torch.is_grad_enabled()) and norm.fuses(x):
-        from ratp.functional.kernels import pointwise
-
-        if pointwise.fits(x, conv.weight, conv.stride):
-            given = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var), norm.weight, norm.bias, norm.eps
-            return pointwise.infer(x, conv.weight, *given, add)
-    return cast(Tensor, norm(conv(x), add=add, relu=True))
-
-
 class Block(nn.Module):
     """A residual block."""
 
@@ -64,9 +53,9 @@ class _Bottleneck(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
-        out = _normalised(self.conv1, self.bn1, x)
+        out = self.bn1(self.conv1(x), relu=True)
         out = self.bn2(self.conv2(out), relu=True)
-        return _normalised(self.conv3, self.bn3, out, identity)
+        return cast(Tensor, self.bn3(self.conv3(out), add=identity, relu=True))
 
 
 class _MaxPool(nn.MaxPool2d):

@@ -25,7 +25,7 @@ from ratp.functional.kernels.randmix import EPS, NOISE_DIM, dot, total_weight
 STORED = torch.float16
 BLOCK = 16  # adjacent pixels computed together
 DEPTH = 32  # numbers multiplied at once; a power of two
-BLOCKS_AT_ONCE = 64  # blocks of a program
+BLOCKS_AT_ONCE = 128  # most blocks of a program, which computes a part of one image
 ELEMENTS_AT_ONCE = 2048  # numbers packed by a program
 CACHE = ".ca"  # of what the blocks see: also L1, because they overlap
 LAUNCH = {"num_warps": 4, "num_stages": 4}
@@ -212,9 +212,11 @@ def mix(
     layout = _layout(sizes, keep is not None, BLOCK, DEPTH, device)
     numbers = torch.cat([zero(device), *(part.reshape(-1) for part in layers)])
     taps = numbers.to(STORED).index_select(0, layout.order)
+    blocks = height * triton.cdiv(width, BLOCK)
+    at_once = max(16, min(BLOCKS_AT_ONCE, triton.next_power_of_2(blocks)))
     shape = {"HEIGHT": height, "WIDTH": width}
     tile = {"BLOCK": BLOCK, "COLUMNS": triton.next_power_of_2(3 * BLOCK)}
-    dots = {"ROW": row, "DEPTH": DEPTH, "BLOCKS": BLOCKS_AT_ONCE, "CACHE": CACHE, **shape, **tile, **LAUNCH}
+    dots = {"ROW": row, "DEPTH": DEPTH, "BLOCKS": at_once, "CACHE": CACHE, **shape, **tile, **LAUNCH}
 
     packed = torch.empty(count, height, row, dtype=STORED, device=device)
     _pack_kernel[(triton.cdiv(height * row, ELEMENTS_AT_ONCE), count, 1)](
@@ -222,7 +224,7 @@ def mix(
         ROWS=height, ROW=row, STYLED=False, NOISE=input_noise is not None, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
     )  # fmt: skip
     wide = width - min(sizes) + 1
-    tiles = triton.cdiv((height - min(sizes) + 1) * triton.cdiv(wide, BLOCK), BLOCKS_AT_ONCE)
+    tiles = triton.cdiv((height - min(sizes) + 1) * triton.cdiv(wide, BLOCK), at_once)
     hidden = torch.empty(branches, *images.shape, device=device)
     parts = torch.empty(branches, count, tiles, 3, tile["COLUMNS"], device=device)
     _convolve_kernel[(tiles, count, branches)](
@@ -240,7 +242,7 @@ def mix(
         ROWS=rows, ROW=row, STYLED=True, NOISE=False, ELEMENTS=ELEMENTS_AT_ONCE, **shape,
     )  # fmt: skip
     decoded = torch.empty(branches, *images.shape, dtype=STORED, device=device)
-    _convolve_kernel[(triton.cdiv(height * triton.cdiv(width, BLOCK), BLOCKS_AT_ONCE), count, branches)](
+    _convolve_kernel[(triton.cdiv(blocks, at_once), count, branches)](
         frames, taps, numbers, layout.branches, decoded, parts, ROWS=rows, ENCODE=False, TANH=squash, **dots
     )
     result = torch.empty_like(images)
