@@ -11,8 +11,8 @@ from deployments import deploy, feed, held_back, strange, trained
 import ratp
 from helpers import journal_of, same_tensors, toy_domain
 from ratp._core.files import read_tensors
+from ratp.deploy import deployment, stages, store
 from ratp.deploy import deployment as module
-from ratp.deploy import store
 from ratp.deploy.deployment import BASELINE
 from ratp.deploy.page import Counts, html_page
 from ratp.deploy.settings import Settings
@@ -202,10 +202,9 @@ class TestWithoutSource:
     def test_the_guard_compares_with_its_own_answers(self, bare, monkeypatch):
         feed(bare, held_back().images[:BASELINE])
         assert bare.adapt(MUD[:200], name="mud").accepted
-        usual = bare._copy
 
-        def ruined():
-            method = usual()
+        def ruined(*given):
+            method = stages.copy_of(*given)
 
             def phases(domain):
                 with torch.no_grad():
@@ -216,7 +215,7 @@ class TestWithoutSource:
             monkeypatch.setattr(method, "target_phases", phases)
             return method
 
-        monkeypatch.setattr(bare, "_copy", ruined)
+        monkeypatch.setattr(deployment, "copy_of", ruined)
         found = bare.adapt(MUD[200:400], name="more")
         assert not found.accepted and "forgot its first images, by its own answers" in found.reasons[0]
 
