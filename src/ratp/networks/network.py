@@ -195,7 +195,8 @@ class Network(nn.Module):
     def on(self, device: torch.device, precision: Precision = "fp32") -> Network:
         """Moves the network to a device, in the memory layout that is fastest there."""
         self.precision = precision
-        self.channels_last = device.type == "cuda"
+        on_cpu = device.type == "cpu" and precision == "fp32" and self.config.backbone != "dtn"
+        self.channels_last = on_cpu or device.type == "cuda"
         self.to(device)
         if self.channels_last:
             self.to(memory_format=torch.channels_last)
