@@ -71,19 +71,18 @@ def pack_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class _PackWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.like = weight  # not saved: its values may change before the backward pass
         return pack_weight(weight, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        count = len(weight)
-        pairs = slope.permute(0, 2, 3, 1).reshape(count, 4, 4, 2, 2, 4)  # image, a, a, b, b, channel
+        count = len(ctx.like)
+        pairs = slope.permute(0, 2, 3, 1).reshape(count, 4, 4, 2, 2, 4)  # output, two a, two b, channel
         flat = pairs.permute(0, 5, 1, 3, 2, 4).reshape(count, 4, 8, 8)
-        return torch.empty_like(weight).copy_(flat[:, :3, 1:, 1:]), None
+        return torch.empty_like(ctx.like).copy_(flat[:, :3, 1:, 1:]), None
 
 
 def convolve(images: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Computes ``conv2d(images, weight, stride=2, padding=3)`` in a precision; images get no gradient."""
+    """Computes ``conv2d(images, weight, stride=2, padding=3)`` in ``dtype``; images get no gradient."""
     return F.conv2d(pack_images(images, dtype), _PackWeight.apply(weight, dtype))
