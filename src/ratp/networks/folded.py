@@ -16,7 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ratp.functional.norm import BatchNorm1d, BatchNorm2d
 from ratp.networks.backbones import DTN
-from ratp.networks.resnet import Block, ResNet
+from ratp.networks.resnet import Block, ResNet, Stem, packs
 
 if TYPE_CHECKING:
     from ratp.networks.network import Network
@@ -38,6 +38,11 @@ class FoldedConvolution(nn.Module):
         self._window: _Window = (1, 1), (0, 0)
         if isinstance(layer, nn.Conv2d):
             self._window = cast(_Window, (layer.stride, layer.padding))
+        self._packs = isinstance(layer, Stem) and packs(weight.device, dtype)
+        if self._packs:
+            from ratp.functional.kernels import stem
+
+            weight, self._window = stem.pack_weight(weight, dtype), ((1, 1), (0, 0))
         weight = weight if weight.ndim == 4 else weight[:, :, None, None]
         self._weight = weight.contiguous(memory_format=torch.channels_last)
         self._zero, self._one = torch.zeros_like(mean), torch.ones_like(mean)
@@ -45,6 +50,10 @@ class FoldedConvolution(nn.Module):
 
     def forward(self, x: Tensor, *, add: Tensor | None = None, relu: bool = False, **_: None) -> Tensor:
         """Computes the layer, an addition and ReLU."""
+        if self._packs:
+            from ratp.functional.kernels import stem
+
+            x = stem.pack_images(x, self._weight.dtype)
         x = x.to(self._weight.dtype)
         return self._compute(x, add, relu) if x.ndim == 4 else self._compute(x[:, :, None, None], add, relu).flatten(1)
 

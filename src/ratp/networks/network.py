@@ -18,6 +18,7 @@ from ratp.functional import kernels
 from ratp.functional.losses import scores
 from ratp.functional.norm import BatchNorm1d
 from ratp.networks.backbones import ChannelDropout, check_backbone, make_backbone
+from ratp.networks.resnet import ResNet
 
 _DROPOUT = 0.5  # of an embedding, in a bottleneck of one layer behind dtn
 
@@ -213,7 +214,8 @@ class Network(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Computes the backbone's features of normalised images, in single precision."""
-        images = self.laid_out(images)
+        if not isinstance(self.backbone, ResNet):  # whose first layer reads any layout
+            images = self.laid_out(images)
         if self.precision != "bf16":
             return cast(Tensor, self.backbone(images))
         # No autocast cache: a captured step must convert the weights in every replay.

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ratp.functional import kernels
 from ratp.functional.norm import BatchNorm2d
 
+PACK_TF32 = True
+
 
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
@@ -73,6 +75,30 @@ class _MaxPool(nn.MaxPool2d):
         return pool.max_pool(x)
 
 
+class Stem(nn.Conv2d):
+    """The first convolution; on tensor cores, of packed images (:mod:`ratp.functional.kernels.stem`)."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 64, 7, 2, padding=3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the convolution."""
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if (x.requires_grad and torch.is_grad_enabled()) or not packs(x.device, dtype):
+            return super().forward(x)
+        from ratp.functional.kernels import stem
+
+        return stem.convolve(x, self.weight, dtype)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packing pays: only tensor cores gain from it."""
+    rounds = dtype == torch.bfloat16 or (dtype == torch.float32 and PACK_TF32 and torch.backends.cudnn.allow_tf32)
+    return rounds and kernels.usable(device)
+
+
 class ResNet(nn.Module):
     """A ResNet without its classifier."""
 
@@ -83,7 +109,7 @@ class ResNet(nn.Module):
 
     def __init__(self, block: type[Block], depths: list[int]) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2d(64)
+        self.conv1, self.bn1 = Stem(), BatchNorm2d(64)
         self.maxpool = _MaxPool()
         inputs = 64
         for number, depth in enumerate(depths):
