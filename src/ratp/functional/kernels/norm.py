@@ -266,7 +266,7 @@ class _Matrix:
         self.wide = min(WIDEST, triton.next_power_of_2(self.columns))
         self.across = triton.cdiv(self.columns, self.wide)
         self.high = WARPS * BYTES // x.element_size() // self.wide
-        tiles = triton.cdiv(self.rows, self.high)
+        tiles = max(1, triton.cdiv(self.rows, self.high))
         self.parts = triton.cdiv(tiles, triton.cdiv(tiles, max(1, PROGRAMS // self.across)))
         self.tiles = (self.across * tiles,)
         self.sums = (self.across * self.parts,)
