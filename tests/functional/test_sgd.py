@@ -101,7 +101,7 @@ def test_one_kernel_gives_the_same_numbers(schedule, momentum, nesterov, monkeyp
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ends = []
     for fused in (False, True):
-        monkeypatch.setattr(optim, "_fusable", lambda parameters, fused=fused: fused)
+        monkeypatch.setattr(optim, "_fusable", lambda tensors, fused=fused: fused)
         source = torch.Generator().manual_seed(0)
         shapes = [(4, 3, 5, 5), (7,), (6, 3, 1, 1), (2, 5)]
         weights = [nn.Parameter(torch.randn(*shape, generator=source).to(device)) for shape in shapes]

@@ -118,9 +118,12 @@ class _RowMasked(_BatchNorm):
         elif x.numel() == x.shape[1]:
             raise ValueError(f"expected more than one value per channel while training, got {tuple(x.shape)}.")
         running = self.running_mean, self.running_var, self.num_batches_tracked
-        if self._tickets is None or self._tickets.device != x.device:
-            self._tickets = torch.zeros(self.num_features, dtype=torch.int32, device=x.device)
-        options = self._tickets, self.momentum, self.eps, relu
+        tickets = self._tickets
+        if tickets is None or tickets.device != x.device:
+            tickets = torch.zeros(self.num_features, dtype=torch.int32, device=x.device)
+            if not torch.cuda.is_current_stream_capturing():  # a graph writes its zeros only when it is replayed
+                self._tickets = tickets
+        options = tickets, self.momentum, self.eps, relu
         return norm.Normalise.apply(  # type: ignore[no-any-return]
             x, self.weight, self.bias, offset, add, keep, mask, count, running, *options
         )

@@ -130,7 +130,7 @@ class StageSGD(Stateful):
         parameters = [self._parameters[index] for index in used]
         velocities = [self._velocities[index] for index in used if self._velocities]
         rate = self._rate if self._rate is None or factor == 1 else self._rate * factor
-        if rate is not None and _fusable(parameters):
+        if rate is not None and _fusable([rate, *parameters]):
             torch._fused_sgd_(
                 parameters,
                 [_laid_out(gradient, p) for gradient, p in zip(gradients, parameters, strict=True)],
@@ -161,9 +161,9 @@ class StageSGD(Stateful):
             torch._foreach_sub_(parameters, torch._foreach_mul(steps, rate))
 
 
-def _fusable(parameters: Sequence[Tensor]) -> bool:
-    """Whether one kernel can update all parameters."""
-    return all(parameter.is_cuda and parameter.dtype == torch.float32 for parameter in parameters)
+def _fusable(tensors: Sequence[Tensor]) -> bool:
+    """Whether one kernel can read and update all of them."""
+    return all(tensor.is_cuda and tensor.dtype == torch.float32 for tensor in tensors)
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

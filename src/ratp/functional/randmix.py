@@ -241,7 +241,7 @@ class RandMix:
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augments ``images`` with given random numbers."""
-        if images.is_cuda and (kernels.usable_for(images) or kernels.usable_on_tensor_cores(images)):
+        if kernels.usable(images.device) and (kernels.may_round() or kernels.usable_for(images)):
             return self._apply_kernel(images, draw)
         inputs = images if draw.input_noise is None else images + draw.input_noise
         terms: list[Tensor] = []
@@ -262,7 +262,7 @@ class RandMix:
         return (mixed - self._mean) / self._std if self.config.renormalise else mixed
 
     def _apply_kernel(self, images: Tensor, draw: Draw) -> Tensor:
-        if kernels.may_round(images):
+        if kernels.may_round():
             from ratp.functional.kernels.randmix_tensor_cores import mix
         else:
             from ratp.functional.kernels.randmix import mix

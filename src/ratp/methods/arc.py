@@ -57,19 +57,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ratp.config import as_dict, switch
+from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.functional.class_mix import Estimate
 from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
     distillation,
-    fused_terms,
     jensen_shannon,
     mean_over,
     prototype_contrastive,
 )
-from ratp.functional.norm import only_rows, recounting, supports_row_masks
+from ratp.functional.norm import only_rows, recounting
 from ratp.functional.optim import SGDConfig, follow_
 from ratp.functional.prorandconv import ProRandConv
 from ratp.functional.pseudo_labels import CLASS_MIX, MIX_SMOOTHING, T2PLConfig, announce_if_slow, t2pl
@@ -78,12 +77,11 @@ from ratp.methods.shared.class_mix import ClassMix
 from ratp.networks.network import Network, Output
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import NetworkPhase, OldModelMethod, embed_all, update_labels_
+from ratp.training.phases import OldModelMethod, OldModelPhase, embed_all, update_labels_
 from ratp.training.recipe import at_once
-from ratp.training.source_cache import SharedTraining
 
 # Switches that do not affect training on the source.
-LABELLING = {"refresh", "r_con", "r_top", "r_knn", "class_mix", "mix_smoothing", "trust"}
+LABELLING = frozenset({"refresh", "r_con", "r_top", "r_knn", "class_mix", "mix_smoothing", "trust"})
 TARGETS_ONLY = LABELLING | {"replay", "distill", "average_old", "statistics"}
 # Batches over which BatchNorm's statistics are estimated anew.
 RECOUNTED = 50
@@ -179,19 +177,16 @@ class ARC(OldModelMethod):
         return [ARCPhase(self, domain.images, None)]
 
 
-class ARCPhase(NetworkPhase):
-    """Trains ARC on one domain; a target has no ``labels``.
-
-    Where steps are captured, batches are static (:func:`ratp.functional.randmix.with_copies`).
-    """
+class ARCPhase(OldModelPhase):
+    """Trains ARC on one domain; a target has no ``labels``."""
 
     saved = "_mix"
+    targets_only = TARGETS_ONLY
 
     def __init__(self, method: ARC, images: Tensor, labels: Tensor | None) -> None:
         setting, config = method.setting, method.config
         super().__init__(method, images, labels)
-        self._method, self._config, self._device, self._old = method, config, setting.device, method.old
-        self._teacher = None if method.old is None else method.old.folded()
+        self._method, self._config = method, config
         self._augmentation = setting.generator("randmix", method.stage)
         self.generators = *self.generators, self._augmentation
         self._class_mix: ClassMix | None = None
@@ -200,16 +195,6 @@ class ARCPhase(NetworkPhase):
             self._class_mix = ClassMix(method, method.randmix, config.class_mix, config.mix_smoothing)
             self.generators = *self.generators, self._class_mix.generator
         self._replayed = round(config.replay * self.batch) if self.is_target else 0
-        can_mask = not self.is_target or supports_row_masks(self.network)
-        self._static = self.captures = self._device.type == "cuda" and can_mask
-        self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
-        if self._shared.is_done:
-            self.epochs = 0
-
-    def _describe(self) -> dict[str, Any]:
-        """Lists what the network trained on the source depends on, besides recipe, seed and source."""
-        switches = {n: value for n, value in as_dict(self._config).items() if n.split(".")[0] not in TARGETS_ONLY}
-        return {"kind": type(self).__qualname__, "images": len(self.batches.images), "switches": switches}
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; labels the images of a target when due."""
@@ -273,11 +258,9 @@ class ARCPhase(NetworkPhase):
     def _fused(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
         """Computes the loss terms in a few kernels; empty where there are none for these switches or this device."""
         config = self._config
-        if not self._static or config.consistency.kind == "js" or (self.is_target and config.trust):
+        if config.consistency.kind == "js" or (self.is_target and config.trust):
             return {}
-        prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
-        teacher, weights = None if old is None else old.logits, (config.distill, config.consistency.weight)
-        return fused_terms(output, inputs.labels, inputs.valid, prototypes, olds, teacher, config.pca, weights)
+        return self._fused_terms(inputs, output, old, config.pca, (config.distill, config.consistency.weight))
 
     def _terms(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
         """Computes the loss terms one by one."""
@@ -285,7 +268,7 @@ class ARCPhase(NetworkPhase):
         labels, valid = inputs.labels, inputs.valid
         terms = {"ce": cross_entropy(output.logits, labels, self._trusted(output.logits, inputs))}
         if config.pca.weight:
-            prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
+            prototypes, olds = self.network.prototypes, self._old_prototypes
             losses = prototype_contrastive(output.embedding, labels, prototypes, olds, config.pca, valid)
             terms["pca"] = config.pca.weight * mean_over(losses, valid)
         if old is not None:

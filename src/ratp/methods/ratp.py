@@ -40,20 +40,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ratp.config import as_dict, switch
+from ratp.config import switch
 from ratp.data.domain import LabelledDomain, UnlabelledDomain
 from ratp.errors import RatpError
 from ratp.functional.losses import (
     PCAConfig,
     cross_entropy,
     distillation,
-    fused_terms,
     mean_over,
     prototype_contrastive,
     proxy_contrastive,
     supervised_contrastive,
 )
-from ratp.functional.norm import only_rows, supports_row_masks
+from ratp.functional.norm import only_rows
 from ratp.functional.optim import SGDConfig
 from ratp.functional.pseudo_labels import (
     T2PLConfig,
@@ -70,14 +69,11 @@ from ratp.networks.network import Output
 from ratp.training.memory import Batch, Selection
 from ratp.training.method import Setting
 from ratp.training.phase import Phase
-from ratp.training.phases import NetworkPhase, OldModelMethod, embed_all, update_labels_
+from ratp.training.phases import OldModelMethod, OldModelPhase, embed_all, update_labels_
 from ratp.training.recipe import at_once
-from ratp.training.source_cache import SharedTraining
 
 Labelling = Literal["t2pl", "softmax", "shot", "bmd", "truth"]
 Alignment = Literal["pca", "pl", "scl", "pcl"]
-# Switches that do not affect training on the source.
-TARGETS_ONLY = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
 
 
 @dataclass(frozen=True)
@@ -204,23 +200,18 @@ class RaTP(OldModelMethod):
         return {f"RandMix {i}": self.scaling.invert(self.randmix(inputs, generator)) for i in (1, 2, 3)}
 
 
-class RaTPPhase(NetworkPhase):
-    """Trains RaTP on one domain.
-
-    How many images get a copy depends on the data. A *compact* step copies only the confident ones. A *static* step
-    copies all and masks the others out of BatchNorm and losses: more work for the same result, but its shapes never
-    change, so CUDA can capture it. A target has no ``labels``; ``target_labels`` replace its pseudo-labels.
-    """
+class RaTPPhase(OldModelPhase):
+    """Trains RaTP on one domain; a target has no ``labels``, and ``target_labels`` replace its pseudo-labels."""
 
     saved = "_prototypes _has_prototype"
+    targets_only = frozenset({"r_con", "strict", "augment_replay", "labelling", "t2pl", "distill", "memory"})
 
     def __init__(
         self, method: RaTP, images: Tensor, labels: Tensor | None, target_labels: Tensor | None = None
     ) -> None:
         setting, config = method.setting, method.config
         super().__init__(method, images, labels, replay=config.memory.replay == "union")
-        self._method, self._config, self._device, self._old = method, config, setting.device, method.old
-        self._teacher = None if method.old is None else method.old.folded()
+        self._method, self._config = method, config
         self._images, self._labels = self.batches.images, self.batches.labels
         self._target_labels = None if target_labels is None else target_labels.to(self._device)
         self._prototypes = torch.zeros(len(setting.classes), self.network.config.dim, device=self._device)
@@ -231,16 +222,6 @@ class RaTPPhase(NetworkPhase):
         if config.t2pl.class_mix != "uniform" and self.is_target:
             self._class_mix = ClassMix(method, method.randmix, config.t2pl.class_mix, config.t2pl.mix_smoothing)
             self.generators = *self.generators, self._class_mix.generator
-        can_mask = not self.is_target or supports_row_masks(self.network)
-        self._static = self.captures = self._device.type == "cuda" and can_mask
-        self._shared = SharedTraining(None if self.is_target else setting.models, self._describe(), self.network)
-        if self._shared.is_done:
-            self.epochs = 0
-
-    def _describe(self) -> dict[str, Any]:
-        """Lists what the network trained on the source depends on, besides recipe, seed and source."""
-        switches = {n: value for n, value in as_dict(self._config).items() if n.split(".")[0] not in TARGETS_ONLY}
-        return {"kind": type(self).__qualname__, "images": len(self._images), "switches": switches}
 
     def begin_epoch(self, epoch: int) -> dict[str, float]:
         """Sets the learning rate; updates pseudo-labels and averaged prototypes when they are due."""
@@ -356,12 +337,9 @@ class RaTPPhase(NetworkPhase):
     def _fused(self, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
         """Computes the loss terms in a few kernels; empty where there are none for these switches or this device."""
         config = self._config
-        special = config.alignment != "pca" or config.distill != DistillConfig(weight=config.distill.weight)
-        if special or not self._static:
+        if config.alignment != "pca" or config.distill != DistillConfig(weight=config.distill.weight):
             return {}
-        prototypes, olds = self.network.prototypes, None if self._old is None else self._old.prototypes
-        teacher, weights = None if old is None else old.logits, (config.distill.weight, 0.0)
-        return fused_terms(output, inputs.labels, inputs.valid, prototypes, olds, teacher, config.pca, weights)
+        return self._fused_terms(inputs, output, old, config.pca, (config.distill.weight, 0.0))
 
     def _terms(self, batch: Batch, inputs: Inputs, output: Output, old: Output | None) -> dict[str, Tensor]:
         """Computes the loss terms one by one."""
@@ -382,8 +360,7 @@ class RaTPPhase(NetworkPhase):
             return supervised_contrastive(embedding, labels, config.temperature, valid)
         if config.alignment == "pcl":
             return proxy_contrastive(embedding, labels, prototypes, config.pca.scale, valid)
-        old = None if self._old is None else self._old.prototypes
-        return prototype_contrastive(embedding, labels, prototypes, old, config.pca, valid)
+        return prototype_contrastive(embedding, labels, prototypes, self._old_prototypes, config.pca, valid)
 
     def _update_prototypes(self) -> None:
         """Averages the prototypes of prototype learning, in place: a captured step reads them there."""

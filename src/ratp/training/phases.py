@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from ratp.config import as_dict
 from ratp.data.domain import LabelledDomain
+from ratp.functional.losses import PCAConfig, fused_terms
+from ratp.functional.norm import supports_row_masks
 from ratp.functional.optim import Adam, Group, SGDConfig, StageSGD
+from ratp.functional.randmix import Inputs
 from ratp.networks.network import Network, Output
 from ratp.training.memory import Batches, Memory, Selection
 from ratp.training.method import Method, Setting, pack, unpack
@@ -304,3 +307,46 @@ class NetworkPhase(Phase):
     def finish(self) -> dict[str, float]:
         """Puts exemplars into the memory, by the last labels."""
         return self.method.remember(self.batches.images, self.batches.labels)
+
+
+class OldModelPhase(NetworkPhase):
+    """Trains a method that keeps an old model, on one domain.
+
+    If an earlier run has trained the same network on the source, the phase loads it and has no epochs. Where steps are
+    captured, batches are static (:func:`ratp.functional.randmix.with_copies`).
+
+    Attributes:
+        targets_only: Switches, or groups of them, that do not affect training on the source.
+    """
+
+    targets_only: ClassVar[frozenset[str]]
+
+    def __init__(self, method: OldModelMethod, images: Tensor, labels: Tensor | None, *, replay: bool = True) -> None:
+        super().__init__(method, images, labels, replay=replay)
+        self._device, self._old = method.setting.device, method.old
+        self._teacher = None if method.old is None else method.old.folded()
+        can_mask = not self.is_target or supports_row_masks(self.network)
+        self._static = self.captures = self._device.type == "cuda" and can_mask
+        models = None if self.is_target else method.setting.models
+        self._shared = SharedTraining(models, self._describe(), self.network)
+        if self._shared.is_done:
+            self.epochs = 0
+
+    def _describe(self) -> dict[str, Any]:
+        """Lists what the network trained on the source depends on, besides recipe, seed and source."""
+        values = as_dict(self.method.config)
+        switches = {name: value for name, value in values.items() if name.split(".")[0] not in self.targets_only}
+        return {"kind": type(self).__qualname__, "images": len(self.batches.images), "switches": switches}
+
+    @property
+    def _old_prototypes(self) -> Tensor | None:
+        return None if self._old is None else self._old.prototypes
+
+    def _fused_terms(
+        self, inputs: Inputs, output: Output, old: Output | None, pca: PCAConfig, weights: tuple[float, float]
+    ) -> dict[str, Tensor]:
+        """Computes the terms of :func:`ratp.functional.losses.fused_terms` where steps are captured; else none."""
+        if not self._static:
+            return {}
+        prototypes, teacher = self.network.prototypes, None if old is None else old.logits
+        return fused_terms(output, inputs.labels, inputs.valid, prototypes, self._old_prototypes, teacher, pca, weights)

@@ -117,6 +117,13 @@ def test_with_given_statistics(shape, options, device):
     torch.testing.assert_close(got, expected.relu() if "relu" in options else expected, rtol=1e-5, atol=1e-5)
 
 
+def test_an_empty_batch(device):
+    from ratp.functional.kernels.norm import infer
+
+    t = tensors((0, 3, 2, 2), device)
+    assert infer(t["x"], t["mean"], t["var"], t["weight"], t["bias"], EPS, relu=True).shape == (0, 3, 2, 2)
+
+
 def test_where_no_row_counts_nothing_moves_and_all_is_finite(device):
     t, before = tensors((4, 3, 2, 2), device), tensors((4, 3, 2, 2), device)
     t["x"].requires_grad_()

@@ -19,7 +19,6 @@ from ratp.errors import Note
 
 _OLDEST = (8, 0)
 _MOST_PIXELS = 1024  # of an image that one program can hold
-_TENSOR_CORES_FROM = 0  # pixels of an image
 _allowed = True
 
 
@@ -33,18 +32,13 @@ def usable(device: torch.device) -> bool:
 
 
 def usable_for(images: Tensor) -> bool:
-    """Whether the exact kernels of RandMix and L2D's style module can process images of this size on their device."""
+    """Whether the kernels that hold an image as a whole can process images of this size on their device."""
     return math.prod(images.shape[2:]) <= _MOST_PIXELS and usable(images.device)
 
 
-def usable_on_tensor_cores(images: Tensor) -> bool:
-    """Whether those of RandMix that round can process images of any size."""
-    return may_round(images) and usable(images.device)
-
-
-def may_round(images: Tensor) -> bool:
-    """Whether RandMix may round as TF32 does, and gains from it."""
-    return torch.backends.cudnn.allow_tf32 and math.prod(images.shape[2:]) >= _TENSOR_CORES_FROM
+def may_round() -> bool:
+    """Whether RandMix may round as TF32 does; its kernels then process images of any size."""
+    return torch.backends.cudnn.allow_tf32
 
 
 @contextmanager

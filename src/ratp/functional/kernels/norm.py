@@ -24,8 +24,8 @@ from ratp.functional.kernels.common import DeviceKernel
 
 # Warps of a program, bytes of its tile for each of them (16 per thread and plane), and the most columns of the tile.
 WARPS, BYTES, WIDEST = 4, 4096, 64
-# How many programs run at once on a device, and how many tiles a sum loads at once.
-PROGRAMS, STAGES = 396, 1
+# How many programs run at once on a device.
+PROGRAMS = 396
 
 
 @triton.jit
@@ -92,14 +92,14 @@ def _totals(parts, number, columns, c, in_c, BC: tl.constexpr):
 @DeviceKernel
 @triton.jit
 def _sum_kernel(
-    x, mask, count, offset, parts, tickets, behind, mean, invstd, running_mean, running_var, tracked,
+    x, mask, count, offset, parts, tickets, new_tickets, mean, invstd, running_mean, running_var, tracked,
     rows, columns, space, total, momentum, eps,
-    MASKED: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, OFFSET: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Computes μ and 1/σ of the rows that count, and updates the running statistics.
 
     Each program computes Σ(x − p) and Σ(x − p)² over every n-th tile, where p is the running mean; the last one does
-    the rest. ``behind`` are tickets for the gradient, which become zero.
+    the rest, and makes ``new_tickets`` zero, which are for the gradient.
     """
     c, in_c, part, number = _share(columns, BC)
     shift = tl.load(running_mean + c, mask=in_c, other=0.0)
@@ -107,7 +107,7 @@ def _sum_kernel(
         shift -= tl.load(offset + c, mask=in_c, other=0.0)
     first = tl.zeros([BR // 8, BC], tl.float32)
     second = tl.zeros([BR // 8, BC], tl.float32)
-    for start in tl.range(part * BR, rows, number * BR, num_stages=STAGES):
+    for start in range(part * BR, rows, number * BR):
         r, base, at, inside = _tile(start, rows, columns, c, in_c, BR)
         counts = r < rows
         value = tl.load(x + base + at, mask=inside, other=0.0).to(tl.float32) - shift[None, :]
@@ -136,7 +136,7 @@ def _sum_kernel(
         unbiased = var * (m / tl.maximum(m - 1.0, 1.0))
         tl.store(running_var + c, usual_var + tl.where(several, momentum, 0.0) * (unbiased - usual_var), mask=in_c)
         group = tl.program_id(0) % tl.cdiv(columns, BC)
-        tl.store(behind + group, 0)
+        tl.store(new_tickets + group, 0)
         if group == 0:
             tl.store(tracked, tl.load(tracked) + some.to(tl.int64))
 
@@ -197,8 +197,7 @@ def _gradient_behind(
 def _gradient_sum_kernel(
     x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, d_offset, level, slope,
     rows, columns, space, total,
-    MASKED: tl.constexpr, KEEP: tl.constexpr, RELU: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, KEEP: tl.constexpr, RELU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of γ, β and the offset, and what dx needs: Σdz/m, Σdz·(x − μ)/(σ²·m).
 
@@ -208,7 +207,7 @@ def _gradient_sum_kernel(
     mu = tl.load(mean + c, mask=in_c, other=0.0)
     first = tl.zeros([BR // 8, BC], tl.float32)
     second = tl.zeros([BR // 8, BC], tl.float32)
-    for start in tl.range(part * BR, rows, number * BR, num_stages=STAGES):
+    for start in range(part * BR, rows, number * BR):
         r, base, at, inside = _tile(start, rows, columns, c, in_c, BR)
         _, dz = _gradient_behind(
             dy + base, bits, keep, start, at, r, c, in_c, columns, space, inside, KEEP, RELU, BR, BC, ""
@@ -266,7 +265,7 @@ class _Matrix:
         self.wide = min(WIDEST, triton.next_power_of_2(self.columns))
         self.across = triton.cdiv(self.columns, self.wide)
         self.high = WARPS * BYTES // x.element_size() // self.wide
-        tiles = triton.cdiv(self.rows, self.high)
+        tiles = max(1, triton.cdiv(self.rows, self.high))
         self.parts = triton.cdiv(tiles, triton.cdiv(tiles, max(1, PROGRAMS // self.across)))
         self.tiles = (self.across * tiles,)
         self.sums = (self.across * self.parts,)
@@ -328,11 +327,11 @@ class Normalise(torch.autograd.Function):
         parts = torch.empty(2 * cut.parts, cut.columns, device=x.device)
         is_masked = mask is not None
         mask, count = (x, x) if mask is None or count is None else (mask, count)
-        total, behind = float(cut.space if is_masked else cut.rows), torch.empty_like(tickets)
+        total, new_tickets = float(cut.space if is_masked else cut.rows), torch.empty_like(tickets)
         _sum_kernel[cut.sums](
-            x, mask, count, x if offset is None else offset, parts, tickets, behind, mean, invstd, *running,
+            x, mask, count, x if offset is None else offset, parts, tickets, new_tickets, mean, invstd, *running,
             cut.rows, cut.columns, cut.space, total, momentum, eps,
-            MASKED=is_masked, OFFSET=offset is not None, STAGES=STAGES, **cut.settings,
+            MASKED=is_masked, OFFSET=offset is not None, **cut.settings,
         )  # fmt: skip
         bits = torch.empty(cut.bits, dtype=torch.uint8, device=x.device) if relu else None
         _normalise_kernel[cut.tiles](
@@ -342,7 +341,7 @@ class Normalise(torch.autograd.Function):
             BITS=relu, **cut.settings,
         )  # fmt: skip
         ctx.is_masked, ctx.relu, ctx.adds, ctx.total = is_masked, relu, add is not None, total
-        ctx.save_for_backward(x, bits, weight, keep, mask, count, mean, invstd, behind)
+        ctx.save_for_backward(x, bits, weight, keep, mask, count, mean, invstd, new_tickets)
         return y
 
     @staticmethod
@@ -357,7 +356,7 @@ class Normalise(torch.autograd.Function):
         _gradient_sum_kernel[cut.sums](
             x, bits, dy, keep, mean, parts, tickets, count, invstd, d_weight, d_bias, d_offset, level, slope,
             cut.rows, cut.columns, cut.space, ctx.total,
-            MASKED=ctx.is_masked, KEEP=keeps, RELU=ctx.relu, STAGES=STAGES, **cut.settings,
+            MASKED=ctx.is_masked, KEEP=keeps, RELU=ctx.relu, **cut.settings,
         )  # fmt: skip
         dx = torch.empty_like(x)
         d_add = torch.empty_like(x) if ctx.adds else None
