@@ -64,12 +64,14 @@ class FoldedConvolution(nn.Module):
             return F.relu(y) if relu else y
         from ratp.functional.kernels import norm
 
-        if self._fuses:
+        if self._fuses and len(x):
             where = *self._window, (1, 1), 1
             try:
                 if add is None:
                     return torch.cudnn_convolution_relu(x, self._weight, self.bias, *where)
                 return torch.cudnn_convolution_add_relu(x, self._weight, add, 1.0, self.bias, *where)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError:  # cuDNN has no such kernel
                 self._fuses = False
         y = F.conv2d(x, self._weight, None, *self._window)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ratp.functional import kernels
 from ratp.functional.norm import BatchNorm2d
 
-PACK_TF32 = True
-
 
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
@@ -95,7 +93,7 @@ class Stem(nn.Conv2d):
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packing pays: only tensor cores gain from it."""
-    rounds = dtype == torch.bfloat16 or (dtype == torch.float32 and PACK_TF32 and torch.backends.cudnn.allow_tf32)
+    rounds = dtype == torch.bfloat16 or (dtype == torch.float32 and torch.backends.cudnn.allow_tf32)
     return rounds and kernels.usable(device)
 
 
