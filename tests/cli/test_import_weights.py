@@ -77,9 +77,15 @@ class TestKept:
         load_backbone(target, find_weights(str(OUT), "dtn"))
         assert torch.equal(target[1].running_mean, dtn["1.running_mean"])
 
-    @pytest.mark.parametrize("prefix", ["", "module.", "backbone.", "encoder.", "module.encoder.", "_orig_mod.model."])
     @pytest.mark.parametrize(
-        "keys", [(), ("state_dict",), ("model",), ("net",), ("odd name",), ("model", "state_dict")]
+        ("prefix", "keys"),
+        [
+            *(
+                (prefix, ("state_dict",))
+                for prefix in ("", "module.", "backbone.", "encoder.", "module.encoder.", "_orig_mod.model.")
+            ),
+            *(("module.", keys) for keys in ((), ("model",), ("net",), ("odd name",), ("model", "state_dict"))),
+        ],
     )
     def test_state_dict_is_found_when_nested(self, dtn, prefix, keys):
         data = OrderedDict(wrapped(dtn, prefix))

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from helpers import slow
+
 CHECK = """
 import json, sys
 from ratp.cli.main import main
@@ -33,28 +35,28 @@ def start(tmp_path, *words):
     ("words", "code"),
     [
         (("--help",), 0),
-        (("--version",), 0),
+        slow(("--version",), 0),
         (("methods",), 0),
-        (("methods", "--json"), 0),
-        (("methods", "--for", "one pass"), 0),
+        slow(("methods", "--json"), 0),
+        slow(("methods", "--for", "one pass"), 0),
         (("streams",), 0),
-        (("streams", "--json"), 0),
+        slow(("streams", "--json"), 0),
         (("run", "--help"), 0),
-        (("report", "--help"), 0),
-        (("predict", "--help"), 0),
-        (("export", "--help"), 0),
-        (("watch", "--help"), 0),
-        (("serve", "--help"), 0),
+        slow(("report", "--help"), 0),
+        slow(("predict", "--help"), 0),
+        slow(("export", "--help"), 0),
+        slow(("watch", "--help"), 0),
+        slow(("serve", "--help"), 0),
         (("watch", "nowhere", "-d", "model"), 2),
-        (("study", "--help"), 0),
+        slow(("study", "--help"), 0),
         (("study", "status", "--help"), 0),
-        (("data", "--help"), 0),
+        slow(("data", "--help"), 0),
         (("doctor", "--help"), 0),
-        (("rum",), 2),
-        (("run", "--steps"), 2),
+        slow(("rum",), 2),
+        slow(("run", "--steps"), 2),
         (("run", "demp"), 2),
-        (("run", "demo", "-m", "rapt"), 2),
-        (("run", "demo", "-m", "rapt", "--preset", "quick", "--seed", "1", "--weights", "none"), 2),
+        slow(("run", "demo", "-m", "rapt"), 2),
+        slow(("run", "demo", "-m", "rapt", "--preset", "quick", "--seed", "1", "--weights", "none"), 2),
         (("run", "demo", "--device", "gpu"), 2),
         (("run", "folders", "--source", "day", "--targets", "rain"), 2),
     ],

@@ -398,7 +398,7 @@ def _threads(monkeypatch):
 class TestThreads:
     """What happens on a GPU, but for the GPU."""
 
-    @pytest.mark.parametrize("count", [2, 4])
+    @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
     def test_parallel_results_equal_single_runs(self, count, tmp_path):
         """Networks are built at the same time, from torch's one global generator."""
         choices = [("ratp", 1), ("source-only", 1), ("ratp", 2), ("ratp", 3)][:count]

@@ -51,7 +51,7 @@ KINDS = {
 NAMES = ("in.safetensors", "in.pth", "in.pt", "in.bin", "in.ckpt", "in.pkl", "in", "in.SAFETENSORS")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [slow(name, unless=name in NAMES[:3]) for name in NAMES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pickle_is_never_run(kind, name, here, assert_error, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # by which users tell torch to trust everything

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("methods", [QUICK, slow([name for name in METHODS if name not in QUICK])])
+@pytest.mark.parametrize("methods", [slow(QUICK), slow([name for name in METHODS if name not in QUICK])])
 def test_runs_on_a_device_without_float64(methods):
     """In a process of its own, since torch cannot forget a device."""
     done = subprocess.run([sys.executable, PROGRAM, *methods], capture_output=True, text=True, check=False)

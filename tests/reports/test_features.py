@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ratp.reports.features as module
-from helpers import same_tensors, tensors_of, toy_domains, toy_plan
+from helpers import same_tensors, slow, tensors_of, toy_domains, toy_plan
 from ratp._core.files import read_tensors, write_tensors
 from ratp.errors import RunDirectoryError
 from ratp.evaluation.accuracy import Evaluator
@@ -125,7 +125,7 @@ class TestDrawing:
             feature_maps(record)
 
 
-@pytest.mark.parametrize(("count", "is_shown"), [(0, False), (1, False), (3, False), (4, True)])
+@pytest.mark.parametrize(("count", "is_shown"), [slow(0, False), slow(1, False), (3, False), (4, True)])
 def test_a_report_leaves_out_a_picture_of_too_few_images(count, is_shown, runs, tmp_path):
     shutil.copytree(runs / "with", tmp_path / "run")
     for path in read_run(tmp_path / "run").features:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ratp.runs.states as midstage
-from helpers import QUICK, each_method, journal_of, same_tensors, tensors_of, toy_plan
+from helpers import QUICK, each_method, journal_of, same_tensors, slow, tensors_of, toy_plan
 from ratp._core.files import read_tensors, write_tensors
 from ratp.runs.events import StageStarted, Trained
 from ratp.runs.run import Run
@@ -61,7 +61,7 @@ def whole(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("where", ["early", "middle", "late"])
+@pytest.mark.parametrize("where", [slow("early"), "middle", "late"])
 @pytest.mark.parametrize("method", each_method())
 def test_every_method_resumes_at_the_next_step(method, where, whole, tmp_path):
     undisturbed, ticks = whole(method)

@@ -276,6 +276,7 @@ class TestRealImages:
         assert sum(len(tree.files) for tree in trees) == (9_298 if name == "usps" else 34_000)
         assert {tree.classes for tree in trees} == {TEN}
 
+    @pytest.mark.slow
     def test_rebuilt_syn_is_recognised(self):
         """By the hash of its files, since nothing in it says so."""
         folder = shared("data/digits")

@@ -901,6 +901,7 @@ class TestKnownResults:
 class TestImages:
     """Of many planned runs, only those under way hold images."""
 
+    @pytest.mark.slow
     def test_one_after_another(self, tmp_path):
         """Also when one fails: its error keeps none of them."""
         study = read_study(study_file(tmp_path, grid(WILD), TWO), tmp_path / "runs", NO_WEIGHTS)

@@ -14,13 +14,13 @@ SMALL = (3, 6)
 CONFIGS = [
     {},
     {"tanh": False},
-    {"adain": "affine"},
+    slow({"adain": "affine"}, name="affine"),
     {"colour_branch": False},
-    {"noise_per": "batch"},
+    slow({"noise_per": "batch"}, name="one noise"),
     {"weights_per": "sample"},
-    {"input_noise": 0.0},
-    {"renormalise": False},
-    {"safe_division": False},
+    slow({"input_noise": 0.0}, name="no noise"),
+    slow({"renormalise": False}, name="as it is"),
+    slow({"safe_division": False}, name="unsafe"),
     {"kernel_sizes": (4,)},
     slow({"kernel_sizes": (5, 9, 13, 17)}, name="large"),
 ]
