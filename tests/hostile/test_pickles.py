@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from helpers import ratp
+from helpers import ratp, slow
 from ratp._core.files import read_tensors
 from ratp.errors import RatpError
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers import slow
+
 SHAPES = pytest.mark.parametrize(
     "shape", [(6, 5), (6, 5, 4, 3), (3, 70, 3, 3), (37, 16, 12, 11)], ids=["vectors", "images", "channels", "parts"]
 )
