@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ratp.evaluation.matrix import METRICS, Metric, paired
 from ratp.reports.summary import summarise_known
 from ratp.reports.tables import with_deviation
 from ratp.runs.record import RunRecord, read_run
 from ratp.streams.stream import StreamSpec
+from reproducibility import counts, planned
 
 ROOT = Path(__file__).parents[1]
 RATP, OURS = "ratp", "arc"
@@ -20,17 +22,16 @@ LATER = (OURS, "codag", "mpm")
 Runs = Mapping[tuple[tuple[str, ...], int], RunRecord]
 
 
-def complete_runs(folder: Path, method: str, *, usual: bool = True) -> list[RunRecord]:
-    """The finished runs of a method in a folder; usual ones have its published settings."""
+def complete_runs(folder: Path, method: str) -> list[RunRecord]:
+    """The finished runs of a method in a folder."""
     found = [read_run(path) for path in sorted(folder.glob("*.json"))]
-    found = [run for run in found if run.method == method and run.matrix.complete]
-    return [run for run in found if not usual or (run.config["preset"] == "official" and not run.changed)]
+    return [run for run in found if run.method == method and run.matrix.complete]
 
 
 def runs_of(spec: StreamSpec, method: str) -> Runs:
     """The runs of a method on a benchmark."""
     found = complete_runs(ROOT / "results" / spec.name, method)
-    return {(run.matrix.domains, run.seed): run for run in found}
+    return {(run.matrix.domains, run.seed): run for run in found if counts(run)}
 
 
 def order_table(spec: StreamSpec) -> str:
@@ -61,17 +62,24 @@ def lead_table(spec: StreamSpec) -> str:
 
 
 def trial_table(spec: StreamSpec) -> str:
-    """What was tried with the method of this package: each change, against the method without it."""
-    base = runs_of(spec, OURS)
-    trials = complete_runs(ROOT / "results" / spec.name / "trials", OURS, usual=False)
-    lines = ["| change | order, seed | TDG | TDA | FA |", "|---|---|---:|---:|---:|"]
-    for run in sorted(trials, key=lambda run: run.label):
-        usual = base.get((run.matrix.domains, run.seed))
-        if usual is not None:
-            gains = (_signed(run.matrix.average(m) - usual.matrix.average(m)) for m in METRICS)
-            change = ", ".join(f"`{name}={value}`" for name, value in run.changed.items())
-            lines.append(f"| {change} | {'>'.join(run.matrix.domains)}, {run.seed} | {' | '.join(gains)} |")
+    """What was tried with the method of this package: runs with other settings than today's, below those with them."""
+    usual = complete_runs(ROOT / "results" / spec.name, OURS)
+    trials = complete_runs(ROOT / "results" / spec.name / "trials", OURS)
+    lines = ["| order, seed | settings other than ARC's | TDG | TDA | FA |", "|---|---|---:|---:|---:|"]
+    for run in sorted([*usual, *trials], key=lambda run: (run.matrix.domains, run.seed, len(_changes(run)))):
+        changes = ", ".join(f"`{name}={value}`" for name, value in _changes(run).items())
+        averages = " | ".join(f"{run.matrix.average(metric):.1f}" for metric in METRICS)
+        lines.append(f"| {'>'.join(run.matrix.domains)}, {run.seed} | {changes or '–'} | {averages} |")
     return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def _changes(run: RunRecord) -> dict[str, Any]:
+    """The switches of a run that are not today's; those of the class mix count only if there is one."""
+    today = planned(run.config["stream"], run.matrix.domains, run.method, run.seed, "official").decisions()["switches"]
+    there = {name: value for name, value in run.config["switches"].items() if today.get(name) != value}
+    if run.config["switches"]["class_mix"] == "uniform":
+        there.pop("mix_smoothing", None)
+    return there
 
 
 def shift_table() -> str:

@@ -157,14 +157,14 @@ def counts(run: RunRecord) -> bool:
     """Whether a run is in the paper's setting: it came to its end, and all its values are those of today's preset."""
     preset = run.config["preset"] if run.config["preset"] in PROTOCOLS else SAME_NETWORK
     try:
-        plan = _planned(run.config["stream"], run.matrix.domains, run.method, run.seed, preset)
+        plan = planned(run.config["stream"], run.matrix.domains, run.method, run.seed, preset)
     except RatpError:  # no stream, order, method or preset of ours
         return False
     return run.matrix.complete and Identity.of(plan).matches(run.config)
 
 
 @cache
-def _planned(stream: str, order: tuple[str, ...], method: str, seed: int, preset: str) -> RunPlan:
+def planned(stream: str, order: tuple[str, ...], method: str, seed: int, preset: str) -> RunPlan:
     """What to run for a cell of the paper."""
     changes = STATIONARY if method == RATP and len(order) == 2 else {}
     weights = default_weights(find_stream(stream).recipe.network.backbone)

@@ -23,7 +23,13 @@ from ratp.training.phase import train
 from read_back import ReadBack
 
 BATCH = TINY["batch"]
-OFF = {"replay": 0, "consistency.weight": 0, "randmix.weights_per": "batch"}
+OFF = {
+    "augmentation": "randmix",
+    "class_mix": "uniform",
+    "replay": 0,
+    "consistency.weight": 0,
+    "randmix.weights_per": "batch",
+}
 WHITE = 255
 
 
@@ -82,13 +88,14 @@ class TestWithoutItsAdditions:
         }
         shared = {name: value for name, value in mine.items() if renamed.get(name, name) in its}
         assert {name for name, value in shared.items() if its[renamed.get(name, name)] != value} == {
-            "randmix.weights_per"
+            "randmix.weights_per",
+            "class_mix",
         }
         assert {name: value for name, value in mine.items() if name not in shared} == {
             "replay": 0.25,
             "consistency.weight": 1.0,
             "consistency.kind": "kl",
-            "augmentation": "randmix",
+            "augmentation": "both",
             "trust": 0.0,
             "average_old": 0.0,
             "statistics": "trained",
@@ -106,7 +113,7 @@ class TestWithoutItsAdditions:
 class TestAugment:
     def test_each_copy_of_a_batch_has_its_own_mixture(self, monkeypatch):
         """The clean image's share differs from image to image."""
-        method, source, _ = build_method()
+        method, source, _ = build_method(augmentation="randmix")
         shapes = []
         real = method.randmix.draw
         monkeypatch.setattr(
@@ -273,7 +280,7 @@ class TestClassMix:
         assert memory.labels[memory.domains == 0].bincount(minlength=4).tolist() == [5] * 4
 
     def test_without_it_sizes_are_equal_and_nothing_is_drawn(self):
-        method, (target, _) = build_trained()
+        method, (target, _) = build_trained(class_mix="uniform")
         phase = start(method, target)
         assert phase._mix is None
         assert len(phase.generators) == 4
@@ -579,7 +586,7 @@ class TestStatic:
         assert method.network.training
 
     def test_it_is_static_where_it_can_be(self):
-        method, source, (target, _) = build_method()
+        method, source, (target, _) = build_method(class_mix="uniform")
         assert supports_row_masks(method.network)
         method.fit_source(source)
         for phase in (*method.source_phases(source), *method.target_phases(target)):

@@ -1,16 +1,21 @@
 """ARC — augment, replay, be consistent: a method of this package, not of a paper.
 
-ARC is RaTP (ICLR 2023) with three additions, each of which answers one of its metrics:
+ARC is RaTP (ICLR 2023) with four additions:
 
-* **Augment** every image differently, for accuracy before adaptation. RandMix mixes its branches with weights drawn
-  per image (``randmix.weights_per``). RaTP's published code draws them once for a batch, so that all copies of a batch
-  share their polarity, and one batch in twelve is saturated.
+* **Augment** every image differently, for accuracy before adaptation. Half of the copies of a batch come from RandMix,
+  the other half from Pro-RandConv (``augmentation``, :mod:`ratp.functional.prorandconv`). RandMix mixes its branches
+  with weights drawn per image (``randmix.weights_per``). RaTP's published code draws them once for a batch, so that all
+  copies of a batch share their polarity, and one batch in twelve is saturated.
 * **Replay**, against forgetting. Exemplars, drawn uniformly from the memory, join every batch of a target: a quarter
   of its size (``replay``), so 16 to a batch of 64. They get copies and are distilled as all other images are. RaTP
   draws batches from target and memory together, which on digits is half an exemplar to a batch; ARC still does, and
   adds these.
 * **Be consistent**, for accuracy on the target. A copy should be classified as its image is (``consistency.weight``),
   whatever the label says; the prediction for the clean image is a constant here.
+* **Count** the classes, against unbalanced targets. The target's class proportions, estimated without labels
+  (``class_mix``, :mod:`ratp.functional.class_mix`), replace equal ones in T2PL's selections and in the number of
+  exemplars per class. They are estimated with every refresh of the labels; predictions are calibrated on four copies of
+  each exemplar.
 
 The rest is RaTP's published code: network, T2PL labels, prototype contrastive alignment (PCA) on the rows of the
 classifier, distillation from the old model, memory, recipe, and the values for single streams. With z an embedding, x̃
@@ -29,12 +34,8 @@ the copy of x, the rows w of the classifier W as prototypes, primes for the old 
 
 These further ingredients are off until measurements speak for them:
 
-* ``class_mix``: the target's class proportions, estimated without labels (:mod:`ratp.functional.class_mix`), replace
-  equal ones in T2PL's selections and in the number of exemplars per class. They are estimated with every refresh of the
-  labels; predictions are calibrated on four copies of each exemplar.
 * ``consistency.kind=js``: the Jensen-Shannon divergence of three views, the image and two copies, as in AugMix
   (ICLR 2020), which weighs it by 12. Both copies count in every loss, and all views learn from it.
-* ``augmentation``: copies by Pro-RandConv (:mod:`ratp.functional.prorandconv`), or half of a batch by each.
 * ``average_old``: after a target's stage, the network becomes the average of the new and the old one, as a whole:
   (1 − a)·θ + a·θ′, BatchNorm's running statistics included.
 * ``statistics=reestimated``: these statistics are computed anew after a target's stage, over batches half of which are
@@ -42,10 +43,11 @@ These further ingredients are off until measurements speak for them:
 * ``trust``: images and copies whose pseudo-label has a lower probability now are left out of the cross-entropy on
   targets, as by SelPL of NLNL (ICCV 2019), which averages the probability over epochs and drops those below ½.
 
-All weights and numbers named here are guesses, but for ``replay`` and ``consistency.weight``: these were chosen on the
-fourth and the tenth order of Digits.
+All weights and numbers named here are guesses, but for ``replay``, ``consistency.weight``, ``augmentation`` and
+``class_mix``: these were chosen on the fourth and the tenth order of Digits.
 
-With ``replay=0``, ``consistency.weight=0`` and ``randmix.weights_per=batch``, ARC trains as RaTP does, bit for bit.
+With ``augmentation=randmix``, ``class_mix=uniform``, ``replay=0``, ``consistency.weight=0`` and
+``randmix.weights_per=batch``, ARC trains as RaTP does, bit for bit.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class ARCConfig:
     sgd: SGDConfig = switch(SGDConfig(), "optimiser")
     randmix: RandMixConfig = switch(RandMixConfig(weights_per="sample"), "augmentation")
     augmentation: Literal["randmix", "prorandconv", "both"] = switch(
-        "randmix", "how copies are made: by RandMix, by Pro-RandConv, or half of a batch by each"
+        "both", "how copies are made: by RandMix, by Pro-RandConv, or half of a batch by each"
     )
     replay: float = switch(
         0.25, "exemplars added to every batch of a target, as a share of the batch", minimum=0, maximum=4
@@ -112,7 +114,7 @@ class ARCConfig:
     r_con: float = switch(0.8, "confidence above which a target image gets a copy", minimum=0, maximum=1)
     r_top: int = switch(2, "T2PL: each class keeps N/(r_top·K) top samples", minimum=1)
     r_knn: int = switch(20, "T2PL: N/(r_knn·K) neighbours vote", minimum=1)
-    class_mix: Estimate = switch("uniform", f"{CLASS_MIX}; for T2PL and exemplars")
+    class_mix: Estimate = switch("em", f"{CLASS_MIX}; for T2PL and exemplars")
     mix_smoothing: float | None = switch(None, MIX_SMOOTHING, minimum=0, maximum=1)
     pca: PCAConfig = switch(PCAConfig(), "alignment")
     trust: float = switch(

@@ -102,7 +102,7 @@ class TestLayer:
         with torch.autocast(images.device.type, torch.bfloat16, cache_enabled=False):
             y = layer(images)
             (gradient,) = torch.autograd.grad(y.float().square().mean(), layer.weight)
-        return y, gradient
+        return y.detach(), gradient
 
     def test_under_autocast_it_packs_and_computes_the_same(self, device, calls):
         layer, images = self.make(device)
