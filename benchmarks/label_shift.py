@@ -37,8 +37,8 @@ TARGETS = ("MM", "SN")
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "ratp": ("ratp", {}),
     "ratp, t2pl.class_mix=em": ("ratp", {"t2pl.class_mix": "em"}),
+    "arc, class_mix=uniform": ("arc", {"class_mix": "uniform"}),
     "arc": ("arc", {}),
-    "arc, class_mix=em": ("arc", {"class_mix": "em"}),
 }
 MEASURED = 1000  # images of a stage
 
