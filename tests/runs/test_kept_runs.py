@@ -110,6 +110,7 @@ def test_a_later_version_is_refused(folder, name):
     assert "Update ratp" in result.err
 
 
+@pytest.mark.filterwarnings("ignore::ratp.runs.run.EnvironmentWarning")  # another Python may have kept the run
 @pytest.mark.parametrize("name", ["config.json", "state.safetensors", LATEST, "journal.jsonl"])
 def test_later_version_is_not_overwritten(name, tmp_path):
     folder = shutil.copytree(KEPT / FORMS[0] / "within-a-stage", tmp_path / "run")
