@@ -241,7 +241,7 @@ class RandMix:
 
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augments ``images`` with given random numbers."""
-        if kernels.usable(images.device) and (kernels.may_round() or kernels.usable_for(images)):
+        if images.is_cuda and kernels.usable(images.device) and (kernels.may_round() or kernels.usable_for(images)):
             return self._apply_kernel(images, draw)
         inputs = images if draw.input_noise is None else images + draw.input_noise
         terms: list[Tensor] = []
